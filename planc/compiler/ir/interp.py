@@ -1,0 +1,34 @@
+"""The interpreter: in go a graph and arrays for its inputs and weights, out come its outputs, by the references."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from planc.compiler.ir.graph import Graph, Node
+from planc.compiler.ir.ops import OPS
+from planc.compiler.ir.recipe import evaluate
+
+Env = dict[str, np.ndarray]
+
+
+def run(graph: Graph, inputs: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Outputs by name. `inputs` has every graph input that a node reads; the KV cache array is changed in place."""
+    env: Env = dict(inputs) | dict(weights)
+    for n in graph.nodes:
+        execute(n, env, graph)
+    return {o: env[o] for o in graph.outputs}
+
+
+def execute(node: Node, env: Env, graph: Graph) -> None:
+    """Runs one node: reads its inputs from `env`, adds its outputs."""
+    types = [graph.types[i] for i in node.inputs]
+    results = OPS[node.op].ref(dict(node.attrs), [env[i] for i in node.inputs], types)
+    for value, array in zip(node.outputs, results, strict=True):
+        env[value.name] = array
+
+
+def weights_of(
+    graph: Graph, read: Callable[[str], np.ndarray], constants: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Every weight of the graph, evaluated; for tests and small models."""
+    return {w.name: evaluate(w.recipe, read, constants) for w in graph.weights}

@@ -1,0 +1,86 @@
+"""The op table: in goes an op's name, out come its type rule, its numpy reference, its shard rule and its effects.
+
+Axis 0 of an activation is the token axis (`T`, or `R` after row selection); weights have none. Binary ops broadcast
+like numpy, aligned at the last axis. References compute in float32 and are the one oracle of passes and kernels.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planc.compiler.ir import infer, refs
+from planc.compiler.ir.types import Attr, TensorType
+
+Attrs = Mapping[str, Attr]
+Infer = Callable[[Attrs, Sequence[TensorType]], tuple[TensorType, ...]]
+Ref = Callable[[Attrs, Sequence[np.ndarray], Sequence[TensorType]], tuple[np.ndarray, ...]]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One row. `attrs` maps each allowed attribute to True when it must be present. `inplace` is the input whose buffer
+    the first output may take. `shard` says how tensor parallelism may split it. A `view` costs nothing at run time: its
+    output is its input's memory under another shape."""
+
+    name: str
+    infer: Infer
+    ref: Ref
+    attrs: Mapping[str, bool]
+    shard: str = "elementwise"
+    effect: bool = False
+    inplace: int | None = None
+    view: bool = False
+
+
+def _pointwise() -> list[Op]:
+    rows = [Op(n, infer.same, refs.unary(fn), {}, inplace=0) for n, fn in refs.UNARY.items()]
+    scalar = {"scalar": False, "reversed": False}
+    rows += [Op(n, infer.binary, refs.binary(fn), scalar, inplace=0) for n, fn in refs.BINARY.items()]
+    rows += [
+        Op("gelu", infer.same, refs.gelu, {"tanh": True}, inplace=0),
+        Op("cast", infer.cast, refs.cast, {"dtype": True}),
+    ]
+    return rows
+
+
+def _reductions() -> list[Op]:
+    return [Op(n, infer.reduce_last, refs.reduction(fn), {}, shard="replicate") for n, fn in refs.REDUCE.items()]
+
+
+def _structural() -> list[Op]:
+    return [
+        Op("reshape", infer.reshape, refs.reshape, {"shape": True}, view=True),
+        Op("transpose", infer.transpose, refs.transpose, {"perm": True}),
+        Op("slice", infer.slice_, refs.slice_, {"axis": True, "start": True, "stop": True}, view=True),
+        Op("concat", infer.concat, refs.concat, {"axis": True}),
+        Op("copy", infer.dense, refs.copy, {}),
+        Op("take_rows", infer.take_rows, refs.take_rows, {}),
+    ]
+
+
+_NORM = {"eps": True}
+_KV = {"layer": True, "heads": True, "k_dim": True, "v_dim": True, "block": True, "dtype": True}
+_KV |= {"k_offset": True, "v_offset": True, "page_bytes": True}
+_MASK = {"scale": True, "kind": True, "window": True, "softcap": True, "layer": True}
+
+
+def _model() -> list[Op]:
+    return [
+        Op("embedding", infer.embedding, refs.embedding, {}, shard="vocab"),
+        Op("linear", infer.linear, refs.linear, {"bias": False}, shard="linear"),
+        Op("qlinear", infer.qlinear, refs.qlinear, {"scheme": True, "bias": False}, shard="linear"),
+        Op("qembedding", infer.qembedding, refs.qembedding, {"scheme": True}, shard="vocab"),
+        Op("rms_norm", infer.same, refs.rms_norm, _NORM, shard="replicate", inplace=0),
+        Op("layer_norm", infer.same, refs.layer_norm, {**_NORM, "bias": False}, shard="replicate", inplace=0),
+        Op("add_rms_norm", infer.add_norm, refs.add_rms_norm, _NORM, shard="replicate"),
+        Op("add_layer_norm", infer.add_norm, refs.add_layer_norm, {**_NORM, "bias": False}, shard="replicate"),
+        Op("act_mul", infer.act_mul, refs.act_mul, {"act": True}),
+        Op("rotary", infer.rotary, refs.rotary, {"interleaved": True}, shard="heads"),
+        Op("attention", infer.attention, refs.attention, {**_MASK, "sinks": False}, shard="heads"),
+        Op("kv_append", infer.kv_append, refs.kv_append, _KV, shard="heads", effect=True),
+        Op("paged_attention", infer.paged, refs.paged_attention, {**_MASK, **_KV, "sinks": False}, shard="heads"),
+    ]
+
+
+OPS: Mapping[str, Op] = {op.name: op for op in (*_pointwise(), *_reductions(), *_structural(), *_model())}

@@ -1,0 +1,126 @@
+"""Weight recipes: in goes a checkpoint's tensors, out come a weight's bytes; the recipe itself is data that prints."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from planc.compiler.ir.packing import pack
+from planc.compiler.ir.quant import SCHEMES
+from planc.compiler.ir.types import DTYPES, PACKED, Attr, TensorType, dtype_name
+
+Reader = Callable[[str], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One step of a recipe: leaves are `load` (a checkpoint tensor) and `const` (a computed one, by digest).
+
+    Inner steps are `quantize` (attrs scheme, part), `pack` (attr layout), or any op of the op table without effects,
+    evaluated by its reference, so that `1 + w` of a norm folds with no code of its own.
+    """
+
+    op: str
+    inputs: tuple["Recipe", ...] = ()
+    attrs: tuple[tuple[str, Attr], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "attrs", tuple(sorted(self.attrs)))
+
+    def get(self, name: str) -> Attr:
+        """The attribute `name` (KeyError if absent)."""
+        return dict(self.attrs)[name]
+
+    def leaves(self) -> Iterator["Recipe"]:
+        """Every `load` and `const` below, left to right."""
+        if not self.inputs:
+            yield self
+        for r in self.inputs:
+            yield from r.leaves()
+
+    @property
+    def loads(self) -> tuple[str, ...]:
+        """Names of the checkpoint tensors that the recipe reads."""
+        return tuple(str(r.get("name")) for r in self.leaves() if r.op == "load")
+
+
+def load(name: str, dtype: str, shape: tuple[int, ...]) -> Recipe:
+    """The checkpoint tensor `name`, whose dtype and shape are part of the recipe so that a wrong one is refused."""
+    return Recipe("load", attrs=(("name", name), ("dtype", dtype), ("shape", shape)))
+
+
+def const(digest: str, dtype: str, shape: tuple[int, ...]) -> Recipe:
+    """A tensor computed by the compiler (a rotary table, a scale), found in the constants by its digest."""
+    return Recipe("const", attrs=(("digest", digest), ("dtype", dtype), ("shape", shape)))
+
+
+def digest(array: np.ndarray) -> str:
+    """The name of a constant: a prefix of the sha256 of its dtype, shape and bytes."""
+    head = f"{dtype_name(array.dtype)}{array.shape}".encode()
+    return hashlib.sha256(head + np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
+
+
+def constant(array: np.ndarray) -> tuple[Recipe, dict[str, np.ndarray]]:
+    """The `const` recipe of an array, and the entry that the graph's constants need for it."""
+    key = digest(array)
+    return const(key, dtype_name(array.dtype), array.shape), {key: array}
+
+
+def step(op: str, *inputs: Recipe, **attrs: Attr) -> Recipe:
+    """An inner step: `step("cast", r, dtype="bf16")`."""
+    return Recipe(op, inputs, tuple(attrs.items()))
+
+
+def infer(recipe: Recipe) -> TensorType:
+    """Type of what the recipe makes; ValueError or KeyError when its steps do not fit."""
+    from planc.compiler.ir.ops import OPS
+
+    attrs = dict(recipe.attrs)
+    if recipe.op in ("load", "const"):
+        return TensorType(str(attrs["dtype"]), _ints(attrs["shape"]))
+    types = [infer(r) for r in recipe.inputs]
+    if recipe.op == "pack":
+        layout = str(attrs["layout"])
+        if layout not in PACKED:
+            raise ValueError(f"unknown packed layout {layout!r}; known: {', '.join(PACKED)}")
+        return TensorType(types[0].dtype, types[0].shape, layout)
+    if recipe.op == "quantize":
+        return SCHEMES[str(attrs["scheme"])].part_type(types[0], str(attrs["part"]))
+    return OPS[recipe.op].infer(attrs, types)[0]
+
+
+def evaluate(recipe: Recipe, read: Reader, constants: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The array that the recipe makes, in the storage dtype of `infer(recipe)`; packed ones in their padded shape.
+
+    Reads one checkpoint tensor at a time and drops it as soon as the step above is done. ValueError names a tensor
+    whose dtype or shape is not the recipe's.
+    """
+    from planc.compiler.ir.ops import OPS
+
+    attrs = dict(recipe.attrs)
+    if recipe.op == "load":
+        return _checked(read(str(attrs["name"])), str(attrs["name"]), attrs)
+    if recipe.op == "const":
+        return _checked(constants[str(attrs["digest"])], f"constant {attrs['digest']}", attrs)
+    args = [evaluate(r, read, constants) for r in recipe.inputs]
+    if recipe.op == "pack":
+        return pack(args.pop(), str(attrs["layout"]))
+    if recipe.op == "quantize":
+        return SCHEMES[str(attrs["scheme"])].part(args.pop(), str(attrs["part"]))
+    types = [infer(r) for r in recipe.inputs]
+    return OPS[recipe.op].ref(attrs, args, types)[0]
+
+
+def _checked(array: np.ndarray, name: str, attrs: Mapping[str, Attr]) -> np.ndarray:
+    want_dtype, want_shape = str(attrs["dtype"]), _ints(attrs["shape"])
+    if array.shape != want_shape:
+        raise ValueError(f"{name} has shape {array.shape}, the plan was compiled for {want_shape}")
+    if array.dtype != DTYPES[want_dtype]:
+        raise ValueError(f"{name} has dtype {array.dtype}, the plan was compiled for {want_dtype}")
+    return array
+
+
+def _ints(attr: Attr) -> tuple[int, ...]:
+    assert isinstance(attr, tuple)
+    return attr

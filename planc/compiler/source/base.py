@@ -1,0 +1,112 @@
+"""What every checkpoint format offers the compiler: a config, a table of tensors, and the bytes of one tensor at a time."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "f64": np.dtype(np.float64),
+    "f32": np.dtype(np.float32),
+    "f16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "f8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "f8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "i64": np.dtype(np.int64),
+    "i32": np.dtype(np.int32),
+    "i16": np.dtype(np.int16),
+    "i8": np.dtype(np.int8),
+    "u8": np.dtype(np.uint8),
+    "bool": np.dtype(np.bool_),
+}
+
+# What a config says about where and by what it was written, not about the model.
+_VOLATILE = ("_name_or_path", "transformers_version", "_commit_hash")
+_GENERATION_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """dtype (a key of DTYPES) and shape of a checkpoint's tensor, as `ModelSource.read` returns it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+class ModelSource(ABC):
+    """A checkpoint opened for reading. Opening reads headers only; `read` reads the bytes of one tensor."""
+
+    name: str
+    path: Path
+    tensors: dict[str, TensorInfo]
+    trust_remote_code: bool = False
+
+    @abstractmethod
+    def config(self) -> PretrainedConfig:
+        """The model's transformers config; PlancError when transformers does not know it."""
+
+    @abstractmethod
+    def read(self, name: str) -> np.ndarray[Any, Any]:
+        """One tensor as a fresh, writable, C-contiguous array of its info's dtype and shape; bf16 is ml_dtypes.bfloat16.
+
+        Memory: the tensor, plus a few MiB. PlancError when the file ends early or the name is unknown.
+        """
+
+    def generation_config(self) -> dict[str, Any]:
+        """bos, eos and pad ids (eos always a list) and what else the checkpoint recommends for generation."""
+        config = self.config().get_text_config()
+        return normalize_generation({key: getattr(config, key, None) for key in _GENERATION_KEYS})
+
+    def fingerprint(self) -> str:
+        """sha256 (hex) over the canonical config and every tensor's name, dtype and shape."""
+        config = json.loads(self.config().to_json_string(use_diff=False))
+        kept = {key: value for key, value in config.items() if key not in _VOLATILE}
+        table = sorted((name, info.dtype, list(info.shape)) for name, info in self.tensors.items())
+        return hashlib.sha256(json.dumps([kept, table], sort_keys=True).encode()).hexdigest()
+
+    def close(self) -> None:
+        """Releases the files; reading afterwards is an error."""
+        return
+
+    def __enter__(self) -> ModelSource:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def meta_model(config: PretrainedConfig, trust_remote_code: bool = False) -> nn.Module:
+    """The causal language model of a config in eval mode, every parameter and buffer on the meta device (nothing allocated)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
+        ).eval()
+
+
+def normalize_generation(raw: dict[str, Any]) -> dict[str, Any]:
+    """Drops unset fields and bookkeeping, makes eos_token_id a list of distinct ids in order."""
+    kept = {key: value for key, value in raw.items() if value is not None and key not in _VOLATILE and key[0] != "_"}
+    eos = kept.get("eos_token_id", [])
+    kept["eos_token_id"] = list(dict.fromkeys(eos if isinstance(eos, list) else [eos]))
+    return kept

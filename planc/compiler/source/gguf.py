@@ -1,0 +1,226 @@
+"""A .gguf file becomes a ModelSource with transformers' names and layouts; quantized tensors are dequantized one at a time.
+
+Config, tensor names and tensor layouts are transformers' own knowledge (modeling_gguf_pytorch_utils), which loads whole files; here the
+bytes of one tensor are read by offset.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from planc.compiler.source.base import DTYPES, ModelSource, TensorInfo, meta_model, normalize_generation
+from planc.compiler.source.files import SpanReader
+from planc.compiler.source.folder import first_line
+from planc.compiler.source.gguf_header import GGUFHeader, GGUFTensor, corrupt, outline, read_header
+from planc.compiler.source.gguf_rope import apply_rope_scaling
+from planc.errors import PlancError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Elements dequantized at a time. gguf works through several temporaries of this size.
+_CHUNK = 1 << 19
+_PLAIN = {"F32": ("f32", np.dtype(np.float32)), "F16": ("f16", np.dtype(np.float16)), "BF16": ("bf16", np.dtype(ml_dtypes.bfloat16))}
+_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+class GGUFSource(ModelSource):
+    """A GGUF file. f16 and bf16 matrices keep their type; vectors, fused and quantized tensors read as f32."""
+
+    def __init__(self, path: Path, *, name: str | None = None) -> None:
+        self.path, self.name = path, name or path.stem
+        self.header = read_header(path)
+        self.architecture = self._metadata("general.architecture", str)
+        self._check_types()
+        self._config = self._load_config()
+        self._file = SpanReader(path)
+        self._map_tensors()
+
+    def config(self) -> PretrainedConfig:
+        return self._config
+
+    def read(self, name: str) -> np.ndarray[Any, Any]:
+        if name not in self.tensors:
+            raise PlancError(f"{self.path} has no tensor {name}; it has {len(self.tensors)} others.")
+        info = self.tensors[name]
+        array = np.ascontiguousarray(self._processed(name), DTYPES[info.dtype])
+        if array.shape != info.shape:
+            raise PlancError(f"{self.path}: tensor {name} has shape {array.shape}, the config implies {info.shape}.")
+        return array
+
+    def generation_config(self) -> dict[str, Any]:
+        ids = {key: self.header.metadata.get(f"tokenizer.ggml.{key}") for key in ("bos_token_id", *_EOS_KEYS)}
+        eos = [token for key in _EOS_KEYS if (token := ids[key]) is not None]
+        pad = self.header.metadata.get("tokenizer.ggml.padding_token_id")
+        return normalize_generation({"bos_token_id": ids["bos_token_id"], "eos_token_id": eos, "pad_token_id": pad})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _metadata(self, key: str, kind: type) -> Any:
+        value = self.header.metadata.get(key)
+        if not isinstance(value, kind):
+            raise corrupt(self.path, f"its metadata has no {key}")
+        return value
+
+    def _check_types(self) -> None:
+        for name, tensor in self.header.tensors.items():
+            if not dequantizable(tensor.ggml_type):
+                raise PlancError(f"{self.path}: tensor {name} has a type that the gguf package cannot dequantize. Use another quantization.")
+
+    def _load_config(self) -> PretrainedConfig:
+        import transformers
+
+        with tempfile.TemporaryDirectory(prefix="planc-gguf-") as folder:
+            Path(folder, "outline.gguf").write_bytes(outline(self.header))
+            try:
+                config = transformers.AutoConfig.from_pretrained(folder, gguf_file="outline.gguf", local_files_only=True)
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as e:
+                raise PlancError(
+                    f"{self.path}: transformers {transformers.__version__} has no GGUF loader for architecture "
+                    f"{self.architecture} ({first_line(e)}) Use the model's Hugging Face folder."
+                ) from None
+        embedding = self.header.tensors.get("token_embd.weight")
+        if embedding is None:
+            raise corrupt(self.path, "it has no token_embd.weight")
+        config.vocab_size = embedding.shape[0]
+        config._name_or_path = ""
+        config.architectures = [causal_class(config.model_type)]
+        apply_rope_scaling(config, self.header, self.architecture, self._raw_vector)
+        return config
+
+    def _raw_vector(self, name: str) -> np.ndarray[Any, Any]:
+        file = SpanReader(self.path)
+        try:
+            return _dequantize_span(file, self.header.tensors[name])
+        finally:
+            file.close()
+
+    def _map_tensors(self) -> None:
+        """Fills `tensors` and, for each, the GGUF tensors that make it; what no parameter takes keeps its GGUF name."""
+        model = meta_model(self._config)
+        self._processor, self._names = name_map(model, self._config, self.architecture)
+        self._parts: dict[str, list[str]] = {}
+        for raw in self.header.tensors:
+            if raw != "rope_freqs.weight":  # read by apply_rope_scaling
+                self._parts.setdefault(self._names.get(raw, raw), []).append(raw)
+        expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self.tensors = {name: self._info(parts, expected.get(name)) for name, parts in self._parts.items()}
+
+    def _info(self, parts: list[str], expected: tuple[int, ...] | None) -> TensorInfo:
+        """The shape after the processor's reshaping: the parameter's, if the element counts agree, else the file's own."""
+        stored = [self.header.tensors[part] for part in parts]
+        same_size = expected is not None and int(np.prod(expected)) == sum(int(np.prod(t.shape)) for t in stored)
+        shape = expected if expected is not None and same_size else stored[0].shape
+        keep = len(stored) == 1 and len(stored[0].shape) == 2
+        return TensorInfo(_PLAIN.get(_type_name(stored[0].ggml_type), ("f32",))[0] if keep else "f32", shape)
+
+    def _processed(self, name: str) -> np.ndarray[Any, Any]:
+        """Runs transformers' processor (un-permute, norm offset, fuse experts) over the parts of one tensor."""
+        fused: dict[str, Any] = {}
+        array: np.ndarray[Any, Any] | None = None
+        for part in self._parts[name]:
+            stored = self.header.tensors[part]
+            plain = self.tensors[name].dtype != "f32"
+            weights = _plain_span(self._file, stored) if plain else _dequantize_span(self._file, stored)
+            result = self._processor.process(
+                weights=weights, name=part, tensor_key_mapping=self._names, parsed_parameters={"tensors": fused}
+            )
+            array = result.weights if result.name is not None else array
+        if name in fused:
+            return fused[name].numpy()
+        assert array is not None, name
+        return array
+
+
+class _Names:
+    """As much of a model as transformers' name map looks at: config, parameter names, direct children.
+
+    The real module would be walked to its leaves, with a new table of all layers' names at each (minutes for 80 layers); names are
+    matched from the root or, for checkpoints of a base model (bloom), from its child.
+    """
+
+    def __init__(self, config: PretrainedConfig, module: Any, children: bool = True) -> None:
+        self.config, self._state = config, module.state_dict()
+        self._children = [(n, _Names(config, c, False)) for n, c in module.named_children()] if children else []
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def named_children(self) -> list[tuple[str, _Names]]:
+        return self._children
+
+
+def name_map(model: Any, config: PretrainedConfig, architecture: str) -> tuple[Any, dict[str, str]]:
+    """transformers' tensor processor for a GGUF architecture, and its map from GGUF tensor names to parameter names."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+    try:
+        return processor, get_gguf_hf_weights_map(_Names(config, model), processor)
+    except NotImplementedError as e:
+        raise PlancError(f"GGUF architecture {architecture}: {first_line(e)} Use the model's Hugging Face folder.") from None
+
+
+def causal_class(model_type: str) -> str:
+    """The class name of a model type's causal language model; PlancError when transformers has none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    if model_type not in NAMES:
+        raise PlancError(f"model type {model_type} has no causal language model in transformers; planc compiles decoders only.")
+    found = NAMES[model_type]
+    return found if isinstance(found, str) else found[0]
+
+
+def dequantizable(ggml_type: int) -> bool:
+    """Whether the gguf package turns this type into float32."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    kind = GGMLQuantizationType(ggml_type)
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _type_name(ggml_type: int) -> str:
+    from gguf import GGMLQuantizationType
+
+    return GGMLQuantizationType(ggml_type).name
+
+
+def _plain_span(file: SpanReader, tensor: GGUFTensor) -> np.ndarray[Any, Any]:
+    dtype = _PLAIN[_type_name(tensor.ggml_type)][1]
+    return file.read(tensor.offset, tensor.nbytes).view(dtype).reshape(tensor.shape)
+
+
+def _dequantize_span(file: SpanReader, tensor: GGUFTensor) -> np.ndarray[Any, Any]:
+    """float32 of the file's shape, a chunk of blocks at a time, so that memory is the result plus a few MiB."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    kind = GGMLQuantizationType(tensor.ggml_type)
+    if kind == GGMLQuantizationType.F32:
+        return _plain_span(file, tensor)
+    block, size = GGML_QUANT_SIZES[kind]
+    out = np.empty(int(np.prod(tensor.shape)), np.float32)
+    step = max(_CHUNK // block, 1)
+    for first in range(0, out.size // block, step):
+        last = min(first + step, out.size // block)
+        chunk = file.read(tensor.offset + first * size, (last - first) * size)
+        out[first * block : last * block] = dequantize(chunk.reshape(1, -1), kind).reshape(-1)
+    return out.reshape(tensor.shape)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file."""
+    return path.suffix == ".gguf"
+
+
+logging.getLogger("transformers.modeling_gguf_pytorch_utils").setLevel(logging.ERROR)

@@ -1,0 +1,96 @@
+"""Pickle checkpoints (pytorch_model*.bin): refused by name with the way to convert, or read with weights_only when allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from planc.compiler.source.base import TensorInfo
+from planc.errors import PlancError
+
+if TYPE_CHECKING:
+    import torch
+
+    from planc.compiler.source.folder import TensorFile
+
+_PATTERN = "pytorch_model*.bin"
+_NAMES = {
+    "float64": "f64",
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "int64": "i64",
+    "int32": "i32",
+    "int16": "i16",
+    "int8": "i8",
+    "uint8": "u8",
+    "bool": "bool",
+}
+
+
+class PickleFile:
+    """One .bin file, mapped and unpickled with torch's weights-only unpickler, which runs no code of the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._state = {name: tensor for name, tensor in _unpickle(path).items() if _is_tensor(tensor)}
+        self.tensors = {
+            name: TensorInfo(_dtype_name(path, name, tensor), tuple(tensor.shape)) for name, tensor in self._state.items()
+        }
+
+    def read(self, name: str) -> np.ndarray[Any, Any]:
+        """A copy of one tensor."""
+        import torch
+
+        tensor = self._state[name].detach().contiguous().clone()
+        if tensor.dtype == torch.bfloat16:
+            return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return tensor.numpy()
+
+    def close(self) -> None:
+        self._state = {}
+
+
+def pickle_names(path: Path) -> list[str]:
+    """The pickle weight files of a folder, sorted."""
+    return sorted(file.name for file in path.glob(_PATTERN))
+
+
+def open_pickles(path: Path, allow: bool) -> dict[str, TensorFile]:
+    """Tensor name to file; PlancError unless `allow`."""
+    names = pickle_names(path)
+    if not allow:
+        raise PlancError(
+            f"{path / names[0]} is a pickle, which can run code when it is loaded. Convert it once: python -c "
+            f"\"from transformers import AutoModelForCausalLM as A; A.from_pretrained('{path}').save_pretrained('OUT')\", "
+            "or pass --allow-pickle (torch.load with weights_only)."
+        )
+    return {tensor: file for file in map(PickleFile, (path / name for name in names)) for tensor in file.tensors}
+
+
+def _unpickle(path: Path) -> dict[str, Any]:
+    import torch
+
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as e:  # noqa: BLE001 - the unpickler raises many kinds; each means that the file cannot be used
+        raise PlancError(f"{path} cannot be unpickled safely: {str(e).strip().splitlines()[0]} Convert it to safetensors.") from None
+    if not isinstance(state, dict):
+        raise PlancError(f"{path} holds a {type(state).__name__}, a dict of tensors was expected.")
+    return state
+
+
+def _is_tensor(value: object) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def _dtype_name(path: Path, name: str, tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in _NAMES:
+        raise PlancError(f"{path}: tensor {name} has dtype {dtype}; supported are {', '.join(_NAMES)}.")
+    return _NAMES[dtype]

@@ -1,0 +1,72 @@
+"""Weights of a planned graph: in go recipes and a model source, out come the plan's weight files, one tensor at a time.
+
+Memory stays at the largest tensor and what its recipe makes of it: nothing is kept between two weights.
+"""
+
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from planc.compiler.ir.graph import Graph, Weight
+from planc.compiler.ir.packing import BLOCK
+from planc.compiler.ir.recipe import evaluate
+from planc.compiler.ir.types import PACKED, TensorType
+from planc.errors import PlancError
+from planc.plans.tensors import Writer
+
+CONSTANTS_FILE = "weights/constants.safetensors"
+WEIGHTS_FILE = "weights/rank0.safetensors"
+Read = Callable[[str], np.ndarray]
+
+
+def split(graph: Graph) -> tuple[list[Weight], list[Weight]]:
+    """The graph's weights that the compiler made alone, and those that need the checkpoint."""
+    constant = [w for w in graph.weights if not w.recipe.loads]
+    return constant, [w for w in graph.weights if w.recipe.loads]
+
+
+def total_bytes(weights: list[Weight]) -> int:
+    """Bytes that the weights take in their file, fillers left out."""
+    return sum(w.value.type.nbytes() for w in weights)
+
+
+def write_constants(graph: Graph, root: Path) -> None:
+    """Writes `weights/constants.safetensors` below `root`."""
+    _write(split(graph)[0], root / CONSTANTS_FILE, _no_checkpoint, graph, lambda done: None)
+
+
+def write_weights(graph: Graph, read: Read, root: Path, progress: Callable[[int], None]) -> None:
+    """Writes `weights/rank0.safetensors` below `root`; `progress` gets the bytes of each weight written.
+
+    Raises PlancError naming the weight when a checkpoint tensor is not what the graph was compiled for.
+    """
+    _write(split(graph)[1], root / WEIGHTS_FILE, read, graph, progress)
+
+
+def stored_shape(t: TensorType) -> tuple[int, ...]:
+    """Shape of a weight as stored: packed layouts have [N/64, K/g, 64, g]."""
+    if t.layout not in PACKED:
+        return tuple(int(d) for d in t.shape)
+    n, k = (int(d) for d in t.shape)
+    group = PACKED[t.layout]
+    return (-(-n // BLOCK), -(-k // group), BLOCK, group)
+
+
+def _no_checkpoint(name: str) -> np.ndarray:
+    raise KeyError(name)
+
+
+def _write(weights: list[Weight], path: Path, read: Read, graph: Graph, progress: Callable[[int], None]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [(w.name, w.value.type.dtype, stored_shape(w.value.type), w.value.type.nbytes()) for w in weights]
+    assert all(prod(shape) for _, _, shape, _ in rows)
+    with Writer(path, rows) as out:
+        for w in weights:
+            try:
+                array = evaluate(w.recipe, read, graph.constants)
+            except ValueError as e:
+                raise PlancError(f"weight {w.name}: {e}") from e
+            out.write(w.name, array)
+            progress(array.nbytes)

@@ -1,0 +1,72 @@
+"""attention(q, k, v) -> kv_append(k, v, cache); paged_attention(q, cache): keys and values move to a paged cache.
+
+A page holds `block_size` positions of every layer, K then V, at byte offsets that are constants of the plan. Layers
+that attend to the same keys and values share one part of the page.
+"""
+
+from dataclasses import dataclass, replace
+
+from planc.compiler.ir.graph import Graph, Node, Value
+from planc.compiler.ir.types import DTYPES, Attr, TensorType
+from planc.passes.options import Options
+
+_ALIGN = 64  # bytes: a cache line, and the widest vector
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One layer's K and V in the page."""
+
+    attrs: dict[str, Attr]
+    owner: Node
+
+
+def kv_layout(graph: Graph, options: Options) -> tuple[Graph, int]:
+    """Pages every attention; counts them."""
+    nodes = attentions(graph)
+    parts, page_bytes = _layout(nodes, graph, options)
+    replaced: dict[Node, list[Node]] = {}
+    for n in nodes:
+        part = parts[n.inputs[1:3]]
+        attrs = part.attrs | {"page_bytes": page_bytes}
+        append = [_append(n, attrs)] if part.owner is n else []
+        replaced[n] = [*append, _paged(n, attrs)]
+    kv = Value("kv", TensorType("u8", ("P", page_bytes)))
+    inputs = tuple(kv if v.name == "kv" else v for v in graph.inputs)
+    return replace(graph, inputs=inputs).rewrite(dict(replaced)), len(replaced)
+
+
+def attentions(graph: Graph) -> list[Node]:
+    """Attention nodes: none may be left."""
+    return [n for n in graph.nodes if n.op == "attention"]
+
+
+def _layout(nodes: list[Node], graph: Graph, options: Options) -> tuple[dict[tuple[str, ...], _Part], int]:
+    parts: dict[tuple[str, ...], _Part] = {}
+    size = DTYPES[options.kv_dtype].itemsize
+    at = 0
+    for n in nodes:
+        k, v = (graph.types[i] for i in n.inputs[1:3])
+        if n.inputs[1:3] in parts:
+            continue
+        heads, k_dim, v_dim = int(k.shape[1]), int(k.shape[2]), int(v.shape[2])
+        k_bytes = _aligned(heads * k_dim * options.block_size * size)
+        v_bytes = _aligned(heads * v_dim * options.block_size * size)
+        attrs: dict[str, Attr] = {"layer": len(parts), "heads": heads, "k_dim": k_dim, "v_dim": v_dim}
+        attrs |= {"block": options.block_size, "dtype": options.kv_dtype, "k_offset": at, "v_offset": at + k_bytes}
+        parts[n.inputs[1:3]] = _Part(attrs, n)
+        at += k_bytes + v_bytes
+    return parts, at
+
+
+def _aligned(n: int) -> int:
+    return -(-n // _ALIGN) * _ALIGN
+
+
+def _append(n: Node, attrs: dict[str, Attr]) -> Node:
+    return Node("kv_append", (*n.inputs[1:3], "slots", "kv"), (), tuple(attrs.items()), n.loc)
+
+
+def _paged(n: Node, attrs: dict[str, Attr]) -> Node:
+    inputs = (n.inputs[0], "kv", "page_table", "query_start", "positions", *n.inputs[3:])
+    return Node("paged_attention", inputs, n.outputs, tuple((dict(n.attrs) | attrs).items()), n.loc)

@@ -1,0 +1,40 @@
+"""Small helpers that several passes share: fresh names, topological order, const-only weights."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from planc.compiler.ir.graph import Graph, Node, Value, Weight
+from planc.compiler.ir.recipe import constant
+
+
+def order(graph: Graph) -> dict[str, int]:
+    """Position of each value: the index of the node that makes it, -1 for inputs and weights."""
+    table = dict.fromkeys(graph.types, -1)
+    for i, n in enumerate(graph.nodes):
+        table |= {v.name: i for v in n.outputs}
+    return table
+
+
+def is_constant(weight: Weight) -> bool:
+    """True when the weight comes from the compiler alone, not from the checkpoint."""
+    return not weight.recipe.loads
+
+
+def const_weight(array: np.ndarray, prefix: str) -> tuple[Weight, dict[str, np.ndarray]]:
+    """A weight that holds `array`, named by its content so that equal ones are one, and its constants entry."""
+    recipe, entry = constant(array)
+    key = next(iter(entry))
+    from planc.compiler.ir.recipe import infer
+
+    return Weight(Value(f"{prefix}.{key}", infer(recipe)), recipe), entry
+
+
+def readers(graph: Graph, name: str) -> int:
+    """How many nodes and outputs read a value."""
+    return len(graph.users[name]) + graph.outputs.count(name)
+
+
+def first_loc(nodes: Iterable[Node]) -> str:
+    """Where the first of some nodes came from."""
+    return next((n.loc or n.out.name for n in nodes), "top level")

@@ -1,0 +1,1 @@
+"""The plan as an artifact: schema, store, check, diff, show. Standard library and numpy only."""

@@ -1,0 +1,159 @@
+"""The plan as data: in go the compiler's results, out comes plan.json, and back; every field is typed and checked."""
+
+from dataclasses import dataclass, field
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What was compiled. `fingerprint` is a sha256 over the config and the table of checkpoint tensors."""
+
+    name: str
+    architecture: str
+    model_type: str
+    fingerprint: str
+    num_parameters: int
+    num_layers: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    unused_tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the build was asked for, after defaults."""
+
+    dtype: str
+    kv_cache_dtype: str
+    block_size: int
+    weights: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the plan can do: tokens of one sequence, sequences and tokens of one step, logits per row, ranks."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    vocab_size: int
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class KVLayer:
+    """One attention layer's part of a page: byte offsets of K [heads, k_dim, block] and V [heads, block, v_dim]."""
+
+    heads: int
+    k_dim: int
+    v_dim: int
+    window: int
+    k_offset: int
+    v_offset: int
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """The paged cache: a page holds `block_size` positions of every layer in `page_bytes`."""
+
+    dtype: str
+    block_size: int
+    page_bytes: int
+    layers: tuple[KVLayer, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A generated kernel: its name holds all that specialises it; `count` launches a step."""
+
+    name: str
+    op: str
+    source: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """The library of one step: `weights` in the order of its table, `logits_offset` in bytes into the arena."""
+
+    library: str
+    arena_bytes: int
+    logits_offset: int
+    weights: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by part. `kv_token` is the cache of one token, `kv_full` that of max_num_seqs full sequences."""
+
+    weights: int
+    constants: int
+    arena: int
+    kv_token: int
+    kv_full: int
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A prompt, the plan's greedy tokens after it, and the reference's top-1 minus top-2 logit at each of them."""
+
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    tokens: tuple[int, ...]
+    margins: tuple[float, ...]
+    reference_agrees: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Distance to the original model in float32 over `tokens` next-token distributions; KL in nats.
+
+    `reference` is "none" when the build skipped it; the figures are then None.
+    """
+
+    reference: str
+    text_sha256: str | None = None
+    tokens: int = 0
+    mean_kl: float | None = None
+    top1_agreement: float | None = None
+    perplexity: float | None = None
+    reference_perplexity: float | None = None
+
+
+@dataclass(frozen=True)
+class PassLog:
+    """One pass: how often it matched, how often it had to (None: no expectation), and the node count after it."""
+
+    name: str
+    matches: int
+    expected: int | None
+    nodes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of plan.json. `files` maps each other file of the directory to its sha256."""
+
+    model: ModelInfo
+    target: str
+    options: Options
+    limits: Limits
+    kv: KVLayout
+    memory: Memory
+    program: Program
+    kernels: tuple[Kernel, ...]
+    weight_files: tuple[str, ...]
+    goldens: tuple[Golden, ...]
+    goldens_target: str | None
+    accuracy: Accuracy
+    passes: tuple[PassLog, ...]
+    made_with: dict[str, str]
+    files: dict[str, str] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def has_weights(self) -> bool:
+        """False when built with `--weights none`."""
+        return self.options.weights == "pack"

@@ -1,0 +1,102 @@
+"""Plan directories: in goes a plan and the files beside it, out comes a directory that is whole or absent."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from planc.errors import PlancError, UsageError
+from planc.plans.codec import decode, to_json
+from planc.plans.schema import SCHEMA_VERSION, Plan
+
+MANIFEST = "plan.json"
+GRAPH = "graph.ir"
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file, read in pieces."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def load(path: str | Path) -> Plan:
+    """The plan of a directory; PlancError when it is missing, malformed or of another schema version.
+
+    Reads plan.json only. Hashes are `check`'s work, so that serving starts at once.
+    """
+    manifest = Path(path) / MANIFEST
+    try:
+        data = json.loads(manifest.read_text())
+    except FileNotFoundError:
+        raise PlancError(f"{path} is no plan: it has no {MANIFEST}. Build one with `planc build`.") from None
+    except NotADirectoryError:
+        raise PlancError(f"{path} is a file; a plan is a directory with a {MANIFEST}.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise PlancError(f"{manifest} is not valid JSON ({e}). Rebuild the plan.") from None
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION:
+        raise PlancError(
+            f"{manifest} has schema version {version}, this planc reads {SCHEMA_VERSION}. Rebuild the plan."
+        )
+    try:
+        return decode(Plan, data)
+    except ValueError as e:
+        raise PlancError(f"{manifest}: {e}. Rebuild the plan.") from None
+
+
+def listing(root: Path) -> dict[str, str]:
+    """sha256 of every file below `root` but the manifest, by relative path, sorted."""
+    files = sorted(p for p in root.rglob("*") if p.is_file() and p != root / MANIFEST)
+    return {p.relative_to(root).as_posix(): sha256(p) for p in files}
+
+
+def seal(root: Path, plan: Plan) -> Plan:
+    """Hashes the files that lie in `root`, writes plan.json, returns the plan with its file table."""
+    sealed = replace(plan, files=listing(root))
+    (root / MANIFEST).write_text(to_json(sealed))
+    return sealed
+
+
+@contextmanager
+def publish(out: Path, *, force: bool) -> Iterator[Path]:
+    """A scratch directory beside `out` that becomes `out` when the block succeeds, and vanishes when it fails.
+
+    Raises UsageError when `out` exists and `force` is off or it is not a plan, PlancError when the disk is full.
+    """
+    check_free(out, force=force)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".building", dir=out.parent))
+    try:
+        yield scratch
+        scratch.chmod(0o755)
+        _swap(scratch, out)
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise PlancError(f"no space left on the disk of {out.parent}; free some and build again.") from e
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def check_free(out: Path, *, force: bool) -> None:
+    """Raises UsageError when `out` cannot be written: it exists without --force, or is something else than a plan."""
+    if not out.exists():
+        return
+    if not force:
+        raise UsageError(f"{out} exists; pass --force to replace it, or choose another -o.")
+    if not (out / MANIFEST).is_file() and (out.is_file() or any(out.iterdir())):
+        raise UsageError(f"{out} is not a plan, so --force will not delete it; choose another -o.")
+
+
+def _swap(scratch: Path, out: Path) -> None:
+    old = out.with_name(f".{out.name}.{os.getpid()}.old")
+    if out.exists():
+        os.rename(out, old)
+    os.rename(scratch, out)
+    shutil.rmtree(old, ignore_errors=True)

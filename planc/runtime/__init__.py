@@ -1,0 +1,1 @@
+"""The runtime: a plan directory goes in, tokens and HTTP come out. Imports no torch, transformers, triton or onnx."""

@@ -1,0 +1,197 @@
+"""In-flight batching: queued and running sequences go in, the token chunks of the next step come out. No tensors."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from dataclasses import dataclass
+
+from planc.runtime.errors import RequestError
+from planc.runtime.kv import BlockPool, block_digest
+from planc.runtime.sequence import Sequence, Status
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Tokens of one sequence (prompt and output), sequences in one step, tokens in one step."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, start + count) of `seq`, to be run in the next step."""
+
+    seq: Sequence
+    start: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        """One past the last token of the chunk."""
+        return self.start + self.count
+
+    @property
+    def wants_logits(self) -> bool:
+        """True when the chunk reaches the last known token, so that the step yields the next one."""
+        return self.end == len(self.seq.tokens)
+
+
+class Scheduler:
+    """First come, first served. A step takes decodes first, then prefill chunks, then new sequences.
+
+    A sequence is admitted only when all its known tokens get pages, so only decodes ever ask for more. When none is
+    left, the newest running sequence is preempted: it gives its pages back and is recomputed later, from the front
+    of the queue. Pages are made findable when scheduled, not when run: within a step every layer writes all new keys
+    and values before it reads any, so sequences of one step may share them.
+    """
+
+    def __init__(self, limits: SchedulerLimits, pool: BlockPool, *, prefix_caching: bool = True) -> None:
+        self.limits = limits
+        self.pool = pool
+        self.prefix_caching = prefix_caching
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first
+        self.preemptions = 0
+        self.prefix_queries = 0  # tokens looked up in the prefix cache
+        self.prefix_hits = 0  # tokens found there
+
+    @property
+    def has_work(self) -> bool:
+        """True while a sequence is queued or running."""
+        return bool(self.waiting or self.running)
+
+    def check(self, prompt_len: int, max_tokens: int) -> None:
+        """Raise RequestError when such a sequence could never run to its end."""
+        limit = self.limits.max_model_len
+        if prompt_len + max_tokens > limit:
+            raise RequestError(
+                f"this model's maximum context length is {limit} tokens, but the request needs {prompt_len + max_tokens}: "
+                f"{prompt_len} in the prompt and {max_tokens} to generate; shorten the prompt or lower max_tokens",
+                code="context_length_exceeded",
+            )
+        need = self.pool.blocks_for(prompt_len + max_tokens - 1)  # the last token is never run
+        if need > self.pool.num_blocks:
+            raise RequestError(
+                f"the request needs {need} KV cache blocks of {self.pool.block_size} tokens for {prompt_len} prompt tokens "
+                f"and {max_tokens} to generate, but the cache has {self.pool.num_blocks}; lower max_tokens, or raise "
+                "--kv-cache-memory-bytes",
+                code="context_length_exceeded",
+            )
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence. Its lengths have passed `check`."""
+        self.waiting.append(seq)
+
+    def schedule(self) -> list[Chunk]:
+        """The chunks of the next step; empty only when nothing is queued or running."""
+        chunks: list[Chunk] = []
+        budget = self.limits.max_num_batched_tokens
+        preemptions = self.preemptions
+        for decode in (True, False):
+            for seq in tuple(self.running):
+                if budget > 0 and seq.status is Status.RUNNING and (seq.pending == 1) is decode and self._extend(seq):
+                    chunks.append(self._chunk(seq, budget))
+                    budget -= chunks[-1].count
+        while budget > 0 and preemptions == self.preemptions and self._admit():
+            chunks.append(self._chunk(self.running[-1], budget))
+            budget -= chunks[-1].count
+        return chunks
+
+    def advance(self, chunk: Chunk) -> None:
+        """Note that a chunk has run."""
+        chunk.seq.computed = chunk.end
+
+    def finish(self, seq: Sequence) -> None:
+        """Take a sequence out, whatever its status, and give its pages back. Doing it twice is harmless."""
+        if seq.status is Status.RUNNING:
+            self.running.remove(seq)
+            self._release(seq)
+        elif seq.status is Status.WAITING:
+            self.waiting.remove(seq)
+        seq.status = Status.FINISHED
+
+    def preempt(self, seq: Sequence) -> None:
+        """Send a running sequence back to the front of the queue, to be recomputed."""
+        self.running.remove(seq)
+        self._release(seq)
+        seq.status = Status.WAITING
+        seq.preemptions += 1
+        self.preemptions += 1
+        self.waiting.appendleft(seq)
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError when pages and sequences disagree; cheap enough to run whenever the engine is idle."""
+        self.pool.check_integrity()
+        held = {page for seq in self.running for page in seq.pages}
+        if len(held) != self.pool.num_used or any(seq.pages for seq in self.waiting):
+            raise RuntimeError(f"scheduler: running sequences hold {len(held)} pages, the pool counts {self.pool.num_used}")
+
+    def _extend(self, seq: Sequence) -> bool:
+        """Give a running sequence the pages of its known tokens; False when it had to be preempted itself."""
+        missing = self.pool.blocks_for(len(seq.tokens)) - len(seq.pages)
+        while missing > self.pool.num_available:
+            newest = self.running[-1]
+            self.preempt(newest)
+            if newest is seq:
+                return False
+        seq.pages.extend(self.pool.allocate(missing))
+        return True
+
+    def _admit(self) -> bool:
+        """Move the head of the queue to the running ones if its pages, prefix hits counted, are there."""
+        if not self.waiting or len(self.running) >= self.limits.max_num_seqs:
+            return False
+        seq = self.waiting[0]
+        hits = self._match(seq)
+        missing = self.pool.blocks_for(len(seq.tokens)) - len(hits)
+        # Headroom of a page a running sequence: a newcomer that took the last pages would soon be preempted again.
+        if missing + len(self.running) > self.pool.num_available - self.pool.num_idle(hits):
+            return False
+        self.pool.acquire(hits)
+        seq.pages = array("i", [*hits, *self.pool.allocate(missing)])
+        seq.computed = len(hits) * self.pool.block_size
+        self._count_hits(seq)
+        seq.status = Status.RUNNING
+        self.running.append(self.waiting.popleft())
+        return True
+
+    def _count_hits(self, seq: Sequence) -> None:
+        if not self.prefix_caching or seq.cached is not None:
+            seq.cached = seq.cached or 0
+            return
+        seq.cached = seq.computed
+        self.prefix_queries += len(seq.tokens)
+        self.prefix_hits += seq.computed
+
+    def _match(self, seq: Sequence) -> list[int]:
+        """Cached pages of the sequence's prefix. Its last token is always left over, for its logits are needed."""
+        if not self.prefix_caching:
+            return []
+        full = (len(seq.tokens) - 1) // self.pool.block_size
+        self._digest(seq, full)
+        return self.pool.match(seq.digests[:full])
+
+    def _chunk(self, seq: Sequence, budget: int) -> Chunk:
+        chunk = Chunk(seq, seq.computed, min(seq.pending, budget))
+        if self.prefix_caching:
+            full = chunk.end // self.pool.block_size
+            self._digest(seq, full)
+            for block in range(chunk.start // self.pool.block_size, full):
+                self.pool.register(seq.pages[block], seq.digests[block])
+        return chunk
+
+    def _digest(self, seq: Sequence, blocks: int) -> None:
+        """Fill seq.digests up to `blocks` full blocks."""
+        size = self.pool.block_size
+        while len(seq.digests) < blocks:
+            at = len(seq.digests) * size
+            parent = seq.digests[-1] if seq.digests else seq.salt
+            seq.digests.append(block_digest(parent, seq.tokens[at : at + size]))
+
+    def _release(self, seq: Sequence) -> None:
+        self.pool.release(seq.pages)
+        seq.pages = array("i")
+        seq.computed = 0

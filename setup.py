@@ -1,0 +1,49 @@
+"""Packaging of planc: the runtime's dependencies by default, the compiler's in `[build]`."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "planc/__init__.py").read_text())[1]
+
+# Serving needs these and nothing else.
+RUNTIME = [
+    "numpy>=2.1,<3",
+    "click>=8.1,<9",
+    "rich>=13.9,<16",
+    "tokenizers>=0.22,<0.24",
+    "jinja2>=3.1,<4",
+    "pydantic>=2.9,<3",
+    "fastapi>=0.115,<1",
+    "uvicorn>=0.32,<1",
+    "prometheus-client>=0.21,<1",
+]
+# The one place that pins what tracing was tested with.
+BUILD = [
+    "torch==2.13.0",
+    "transformers==5.24.*",
+    "safetensors>=0.5,<1",
+    "huggingface-hub>=1.0,<2",
+    "gguf==0.19.*",
+    "ml-dtypes>=0.5,<1",
+]
+# Real weights from the package registry: SmolLM2-135M-Instruct and Gemma-3-270M.
+DEMO = ["httpx>=0.28,<1"]
+TEST = ["pytest>=8.3,<10", "hypothesis>=6.100,<7", "httpx>=0.28,<1", "ruff==0.17.6", "mypy==2.4.1"]
+
+setup(
+    name="planc",
+    version=VERSION,
+    description="An ahead-of-time compiler for large language models",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["planc", "planc.*"]),
+    package_data={"planc": ["py.typed", "**/*.h", "**/*.jinja", "**/*.txt", "**/*.json"]},
+    install_requires=RUNTIME,
+    extras_require={"build": BUILD, "demo": DEMO, "test": TEST},
+    entry_points={"console_scripts": ["planc=planc.cli:main"]},
+)
