@@ -80,16 +80,17 @@ class BatchBuilder:
         )
 
     def _put(self, s: int, at: int, chunk: Chunk) -> None:
-        start, end, pages = chunk.start, chunk.end, chunk.seq.pages
+        start, end, held = chunk.start, chunk.end, chunk.seq.pages
         row = self._table[s]
-        row[: len(pages)] = pages
+        row[: len(held)] = held
         if chunk.count == 1:
             page, offset = divmod(start, self.block_size)
             self._ids[at] = chunk.seq.tokens[start]
             self._positions[at] = start
-            self._slots[at] = pages[page] * self.block_size + offset
+            self._slots[at] = held[page] * self.block_size + offset
             return
-        positions = self._counting[start:end]
-        self._ids[at : at + chunk.count] = chunk.seq.tokens[start:end]
-        self._positions[at : at + chunk.count] = positions
-        self._slots[at : at + chunk.count] = row[positions // self.block_size] * self.block_size + positions % self.block_size
+        here, positions = slice(at, at + chunk.count), self._counting[start:end]
+        pages, offsets = np.divmod(positions, self.block_size)
+        self._ids[here] = chunk.seq.tokens[start:end]
+        self._positions[here] = positions
+        self._slots[here] = row[pages] * self.block_size + offsets

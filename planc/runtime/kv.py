@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
@@ -22,7 +22,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free: deque[int] = deque(range(num_blocks))
+        self._free: list[int] = list(reversed(range(num_blocks)))  # a stack: the page used last is the warmest
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._refs: list[int] = [0] * num_blocks
         self._digest: list[bytes | None] = [None] * num_blocks
@@ -66,7 +66,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages with one reference each. The caller checks `num_available` first."""
         if count > self.num_available:
-            raise RuntimeError(f"kv: {count} pages asked of {self.num_available} available; the caller must check first")
+            raise RuntimeError(f"kv: {count} pages asked, {self.num_available} available; check first")
         pages = [self._take() for _ in range(count)]
         for page in pages:
             self._refs[page] = 1
@@ -103,10 +103,9 @@ class BlockPool:
         """Raise RuntimeError unless free + cached + used == total and the digest index is one-to-one."""
         free, cached = set(self._free), set(self._cached)
         used = {page for page, refs in enumerate(self._refs) if refs > 0}
-        if len(self._free) + len(self._cached) + len(used) != self.num_blocks or len(free | cached | used) != self.num_blocks:
-            raise RuntimeError(
-                f"kv: {len(self._free)} free + {len(self._cached)} cached + {len(used)} used pages, expected {self.num_blocks}"
-            )
+        counts = (len(self._free), len(cached), len(used))
+        if sum(counts) != self.num_blocks or len(free | cached | used) != self.num_blocks:
+            raise RuntimeError(f"kv: free, cached, used pages are {counts}, expected {self.num_blocks} different ones")
         index = {page: digest for digest, page in self._page.items()}
         if index != {page: digest for page, digest in enumerate(self._digest) if digest is not None}:
             raise RuntimeError("kv: the prefix index and the pages' digests disagree")
@@ -115,7 +114,7 @@ class BlockPool:
 
     def _take(self) -> int:
         if self._free:
-            return self._free.popleft()
+            return self._free.pop()
         page, _ = self._cached.popitem(last=False)
         self._drop_digest(page)
         return page

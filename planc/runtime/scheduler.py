@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 
@@ -68,21 +69,21 @@ class Scheduler:
         limit = self.limits.max_model_len
         if prompt_len + max_tokens > limit:
             raise RequestError(
-                f"this model's maximum context length is {limit} tokens, but the request needs {prompt_len + max_tokens}: "
+                f"the maximum context length is {limit} tokens, but the request needs {prompt_len + max_tokens}: "
                 f"{prompt_len} in the prompt and {max_tokens} to generate; shorten the prompt or lower max_tokens",
                 code="context_length_exceeded",
             )
         need = self.pool.blocks_for(prompt_len + max_tokens - 1)  # the last token is never run
         if need > self.pool.num_blocks:
             raise RequestError(
-                f"the request needs {need} KV cache blocks of {self.pool.block_size} tokens for {prompt_len} prompt tokens "
-                f"and {max_tokens} to generate, but the cache has {self.pool.num_blocks}; lower max_tokens, or raise "
-                "--kv-cache-memory-bytes",
+                f"the request needs {need} KV cache blocks of {self.pool.block_size} tokens for {prompt_len} prompt "
+                f"tokens and {max_tokens} to generate, but the cache has {self.pool.num_blocks}; lower max_tokens, or "
+                "raise --kv-cache-memory-bytes",
                 code="context_length_exceeded",
             )
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence. Its lengths have passed `check`."""
+        """Queue a new sequence, whose lengths have passed `check`. Ids count up with arrival."""
         self.waiting.append(seq)
 
     def schedule(self) -> list[Chunk]:
@@ -95,8 +96,8 @@ class Scheduler:
                 if budget > 0 and seq.status is Status.RUNNING and (seq.pending == 1) is decode and self._extend(seq):
                     chunks.append(self._chunk(seq, budget))
                     budget -= chunks[-1].count
-        while budget > 0 and preemptions == self.preemptions and self._admit():
-            chunks.append(self._chunk(self.running[-1], budget))
+        while budget > 0 and preemptions == self.preemptions and (newcomer := self._admit()):
+            chunks.append(self._chunk(newcomer, budget))
             budget -= chunks[-1].count
         return chunks
 
@@ -114,20 +115,22 @@ class Scheduler:
         seq.status = Status.FINISHED
 
     def preempt(self, seq: Sequence) -> None:
-        """Send a running sequence back to the front of the queue, to be recomputed."""
+        """Send a running sequence back to its place in the queue, ahead of all that came later, to be recomputed."""
         self.running.remove(seq)
         self._release(seq)
         seq.status = Status.WAITING
         seq.preemptions += 1
         self.preemptions += 1
-        self.waiting.appendleft(seq)
+        insort(self.waiting, seq, key=_age)
 
     def check_integrity(self) -> None:
         """Raise RuntimeError when pages and sequences disagree; cheap enough to run whenever the engine is idle."""
         self.pool.check_integrity()
         held = {page for seq in self.running for page in seq.pages}
         if len(held) != self.pool.num_used or any(seq.pages for seq in self.waiting):
-            raise RuntimeError(f"scheduler: running sequences hold {len(held)} pages, the pool counts {self.pool.num_used}")
+            raise RuntimeError(
+                f"scheduler: running sequences hold {len(held)} pages, the pool counts {self.pool.num_used}"
+            )
 
     def _extend(self, seq: Sequence) -> bool:
         """Give a running sequence the pages of its known tokens; False when it had to be preempted itself."""
@@ -140,23 +143,23 @@ class Scheduler:
         seq.pages.extend(self.pool.allocate(missing))
         return True
 
-    def _admit(self) -> bool:
+    def _admit(self) -> Sequence | None:
         """Move the head of the queue to the running ones if its pages, prefix hits counted, are there."""
         if not self.waiting or len(self.running) >= self.limits.max_num_seqs:
-            return False
+            return None
         seq = self.waiting[0]
         hits = self._match(seq)
         missing = self.pool.blocks_for(len(seq.tokens)) - len(hits)
         # Headroom of a page a running sequence: a newcomer that took the last pages would soon be preempted again.
         if missing + len(self.running) > self.pool.num_available - self.pool.num_idle(hits):
-            return False
+            return None
         self.pool.acquire(hits)
         seq.pages = array("i", [*hits, *self.pool.allocate(missing)])
         seq.computed = len(hits) * self.pool.block_size
         self._count_hits(seq)
         seq.status = Status.RUNNING
-        self.running.append(self.waiting.popleft())
-        return True
+        insort(self.running, self.waiting.popleft(), key=_age)
+        return seq
 
     def _count_hits(self, seq: Sequence) -> None:
         if not self.prefix_caching or seq.cached is not None:
@@ -195,3 +198,8 @@ class Scheduler:
         self.pool.release(seq.pages)
         seq.pages = array("i")
         seq.computed = 0
+
+
+def _age(seq: Sequence) -> int:
+    """Ids count up with arrival."""
+    return seq.id

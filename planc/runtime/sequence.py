@@ -55,7 +55,9 @@ class SamplingParams:
         for name, low, high, open_low in _RANGES:
             _check_range(name, getattr(self, name), low, high, open_low)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", param="min_tokens")
+            raise RequestError(
+                f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", param="min_tokens"
+            )
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(f"stop: {len(self.stop)} strings, at most {MAX_STOP_STRINGS}", param="stop")
         if any(not text for text in self.stop):

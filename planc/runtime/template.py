@@ -1,4 +1,4 @@
-"""The chat template: messages go in, the prompt text comes out. Jinja2's immutable sandbox, with transformers' extras."""
+"""The chat template: messages go in, the prompt text comes out. jinja2's sandbox with transformers' extras."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ChatTemplate:
         values = {"add_generation_prompt": True, "tools": None, "documents": None, **self._special_tokens, **variables}
         try:
             return self._template.render(messages=messages, **values)
-        except Exception as e:  # noqa: BLE001 - a template is the model's code: whatever it raises is about these messages
+        except Exception as e:
             raise RequestError(f"the chat template refused the messages: {e}", param="messages") from e
 
 

@@ -45,7 +45,7 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         try:
             raw = RawTokenizer.from_file(str(path))
-        except Exception as e:  # noqa: BLE001 - the tokenizers library raises bare Exception
+        except Exception as e:  # the tokenizers library raises nothing narrower
             raise PlancError(f"{path}: {e}. Rebuild the plan.") from e
         config = _read_json(folder / "tokenizer_config.json")
         return cls(raw, config, _read_json(folder / "generation_config.json"), _read_template(folder, config))
@@ -92,7 +92,7 @@ class Tokenizer:
         return text
 
     def render_chat(self, messages: list[dict[str, Any]], **variables: Any) -> str:
-        """The prompt text of a conversation; encode it with add_special_tokens=False, for the template holds the BOS."""
+        """The prompt text of a conversation. It holds its BOS: encode it with add_special_tokens=False."""
         if self.chat_template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
         return self.chat_template.render(messages, **variables)

@@ -8,7 +8,7 @@ from planc.compiler.ir.recipe import Recipe
 from planc.compiler.ir.types import Attr, Dim, TensorType
 
 _VALUE = re.compile(
-    r"%(?P<name>[^\s:,()]+): (?P<type>\w+\[[^\]]*\](?:@[\w:,]+?)?)(?: at (?P<addr>0x[0-9a-f]+))?(?=[,)]|\s|$)"
+    r"%(?P<name>[^\s:,()]+): (?P<type>\w+\[[^\]]*\](?:@(?:strides:\d+(?:,\d+)*|\w+))?)(?: at (?P<addr>0x[0-9a-f]+))?(?=[,)]|\s|$)"
 )
 _CALL = re.compile(r"(?P<op>\w+)\((?P<args>.*)\)$")
 

@@ -63,6 +63,8 @@ def _node(n: Node, graph: Graph, stage: str) -> None:
         types = op.infer(dict(n.attrs), [graph.types[i] for i in n.inputs])
     except (ValueError, KeyError, TypeError) as e:
         raise PlancError(f"{where}: {e}") from e
+    except IndexError as e:
+        raise PlancError(f"{where}: {len(n.inputs)} inputs are too few") from e
     declared = tuple(v.type for v in n.outputs)
     if types != declared:
         made = ", ".join(map(str, types))

@@ -35,8 +35,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 # What a config says about where and by what it was written, not about the model.
-_VOLATILE = ("_name_or_path", "transformers_version", "_commit_hash")
-_GENERATION_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_VOLATILE = ("_name_or_path", "_model_name_or_path", "transformers_version", "_commit_hash")
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ class ModelSource(ABC):
         """
 
     def generation_config(self) -> dict[str, Any]:
-        """bos, eos and pad ids (eos always a list) and what else the checkpoint recommends for generation."""
+        """bos, eos and pad ids (eos always a list) and the sampling parameters that the checkpoint recommends."""
         config = self.config().get_text_config()
-        return normalize_generation({key: getattr(config, key, None) for key in _GENERATION_KEYS})
+        return normalize_generation({key: getattr(config, key, None) for key in _TOKEN_IDS})
 
     def fingerprint(self) -> str:
         """sha256 (hex) over the canonical config and every tensor's name, dtype and shape."""
@@ -105,8 +106,8 @@ def meta_model(config: PretrainedConfig, trust_remote_code: bool = False) -> nn.
 
 
 def normalize_generation(raw: dict[str, Any]) -> dict[str, Any]:
-    """Drops unset fields and bookkeeping, makes eos_token_id a list of distinct ids in order."""
-    kept = {key: value for key, value in raw.items() if value is not None and key not in _VOLATILE and key[0] != "_"}
+    """Token ids and recommended sampling parameters that are set; eos_token_id becomes a list of distinct ids in order."""
+    kept = {key: raw[key] for key in (*_TOKEN_IDS, *_SAMPLING) if raw.get(key) is not None}
     eos = kept.get("eos_token_id", [])
     kept["eos_token_id"] = list(dict.fromkeys(eos if isinstance(eos, list) else [eos]))
     return kept

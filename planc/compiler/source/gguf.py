@@ -6,28 +6,29 @@ bytes of one tensor are read by offset.
 
 from __future__ import annotations
 
-import logging
-import tempfile
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
+
 import numpy as np
 
 from planc.compiler.source.base import DTYPES, ModelSource, TensorInfo, meta_model, normalize_generation
 from planc.compiler.source.files import SpanReader
 from planc.compiler.source.folder import first_line
-from planc.compiler.source.gguf_header import GGUFHeader, GGUFTensor, corrupt, outline, read_header
-from planc.compiler.source.gguf_rope import apply_rope_scaling
+from planc.compiler.source.gguf_config import load_config
+from planc.compiler.source.gguf_header import GGUFTensor, corrupt, read_header
 from planc.errors import PlancError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Elements dequantized at a time. gguf works through several temporaries of this size.
+# Elements dequantized at a time; gguf works through several temporaries of this size.
 _CHUNK = 1 << 19
-_PLAIN = {"F32": ("f32", np.dtype(np.float32)), "F16": ("f16", np.dtype(np.float16)), "BF16": ("bf16", np.dtype(ml_dtypes.bfloat16))}
+_PLAIN = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Read into the config, not into a parameter.
+_CONFIG_TENSORS = {"rope_freqs.weight"}
 
 
 class GGUFSource(ModelSource):
@@ -36,11 +37,17 @@ class GGUFSource(ModelSource):
     def __init__(self, path: Path, *, name: str | None = None) -> None:
         self.path, self.name = path, name or path.stem
         self.header = read_header(path)
-        self.architecture = self._metadata("general.architecture", str)
+        self.architecture: str = self.header.metadata.get("general.architecture", "")
+        if not isinstance(self.architecture, str) or not self.architecture:
+            raise corrupt(path, "its metadata has no general.architecture")
         self._check_types()
-        self._config = self._load_config()
         self._file = SpanReader(path)
-        self._map_tensors()
+        try:
+            self._config = load_config(path, self.header, self.architecture, self._raw_vector)
+            self._map_tensors()
+        except BaseException:
+            self._file.close()
+            raise
 
     def config(self) -> PretrainedConfig:
         return self._config
@@ -63,79 +70,52 @@ class GGUFSource(ModelSource):
     def close(self) -> None:
         self._file.close()
 
-    def _metadata(self, key: str, kind: type) -> Any:
-        value = self.header.metadata.get(key)
-        if not isinstance(value, kind):
-            raise corrupt(self.path, f"its metadata has no {key}")
-        return value
-
     def _check_types(self) -> None:
-        for name, tensor in self.header.tensors.items():
-            if not dequantizable(tensor.ggml_type):
-                raise PlancError(f"{self.path}: tensor {name} has a type that the gguf package cannot dequantize. Use another quantization.")
-
-    def _load_config(self) -> PretrainedConfig:
-        import transformers
-
-        with tempfile.TemporaryDirectory(prefix="planc-gguf-") as folder:
-            Path(folder, "outline.gguf").write_bytes(outline(self.header))
-            try:
-                config = transformers.AutoConfig.from_pretrained(folder, gguf_file="outline.gguf", local_files_only=True)
-            except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as e:
+        kinds = {tensor.ggml_type: name for name, tensor in self.header.tensors.items()}
+        for kind, name in kinds.items():
+            if not dequantizable(kind):
                 raise PlancError(
-                    f"{self.path}: transformers {transformers.__version__} has no GGUF loader for architecture "
-                    f"{self.architecture} ({first_line(e)}) Use the model's Hugging Face folder."
-                ) from None
-        embedding = self.header.tensors.get("token_embd.weight")
-        if embedding is None:
-            raise corrupt(self.path, "it has no token_embd.weight")
-        config.vocab_size = embedding.shape[0]
-        config._name_or_path = ""
-        config.architectures = [causal_class(config.model_type)]
-        apply_rope_scaling(config, self.header, self.architecture, self._raw_vector)
-        return config
+                    f"{self.path}: tensor {name} has type {_type_name(kind)}, which the gguf package cannot dequantize. "
+                    "Use another quantization of the model."
+                )
 
     def _raw_vector(self, name: str) -> np.ndarray[Any, Any]:
-        file = SpanReader(self.path)
-        try:
-            return _dequantize_span(file, self.header.tensors[name])
-        finally:
-            file.close()
+        return _dequantize_span(self._file, self.header.tensors[name])
 
     def _map_tensors(self) -> None:
-        """Fills `tensors` and, for each, the GGUF tensors that make it; what no parameter takes keeps its GGUF name."""
+        """Fills `tensors`, and for each the GGUF tensors that make it; what no parameter takes keeps its GGUF name."""
         model = meta_model(self._config)
         self._processor, self._names = name_map(model, self._config, self.architecture)
         self._parts: dict[str, list[str]] = {}
         for raw in self.header.tensors:
-            if raw != "rope_freqs.weight":  # read by apply_rope_scaling
+            if raw not in _CONFIG_TENSORS:
                 self._parts.setdefault(self._names.get(raw, raw), []).append(raw)
         expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.tensors = {name: self._info(parts, expected.get(name)) for name, parts in self._parts.items()}
 
     def _info(self, parts: list[str], expected: tuple[int, ...] | None) -> TensorInfo:
-        """The shape after the processor's reshaping: the parameter's, if the element counts agree, else the file's own."""
+        """The shape after the processor's reshaping: the parameter's if the element counts agree, else the file's own."""
         stored = [self.header.tensors[part] for part in parts]
-        same_size = expected is not None and int(np.prod(expected)) == sum(int(np.prod(t.shape)) for t in stored)
+        same_size = expected is not None and prod(expected) == sum(prod(tensor.shape) for tensor in stored)
         shape = expected if expected is not None and same_size else stored[0].shape
-        keep = len(stored) == 1 and len(stored[0].shape) == 2
-        return TensorInfo(_PLAIN.get(_type_name(stored[0].ggml_type), ("f32",))[0] if keep else "f32", shape)
+        matrix = len(stored) == 1 and len(stored[0].shape) == 2
+        return TensorInfo(_PLAIN.get(_type_name(stored[0].ggml_type), "f32") if matrix else "f32", shape)
 
     def _processed(self, name: str) -> np.ndarray[Any, Any]:
         """Runs transformers' processor (un-permute, norm offset, fuse experts) over the parts of one tensor."""
+        load = _dequantize_span if self.tensors[name].dtype == "f32" else _plain_span
         fused: dict[str, Any] = {}
         array: np.ndarray[Any, Any] | None = None
         for part in self._parts[name]:
-            stored = self.header.tensors[part]
-            plain = self.tensors[name].dtype != "f32"
-            weights = _plain_span(self._file, stored) if plain else _dequantize_span(self._file, stored)
             result = self._processor.process(
-                weights=weights, name=part, tensor_key_mapping=self._names, parsed_parameters={"tensors": fused}
+                weights=load(self._file, self.header.tensors[part]),
+                name=part,
+                tensor_key_mapping=self._names,
+                parsed_parameters={"tensors": fused},
             )
             array = result.weights if result.name is not None else array
-        if name in fused:
+        if array is None:
             return fused[name].numpy()
-        assert array is not None, name
         return array
 
 
@@ -148,7 +128,7 @@ class _Names:
 
     def __init__(self, config: PretrainedConfig, module: Any, children: bool = True) -> None:
         self.config, self._state = config, module.state_dict()
-        self._children = [(n, _Names(config, c, False)) for n, c in module.named_children()] if children else []
+        self._children = [(name, _Names(config, c, False)) for name, c in module.named_children()] if children else []
 
     def state_dict(self) -> dict[str, Any]:
         return self._state
@@ -166,16 +146,6 @@ def name_map(model: Any, config: PretrainedConfig, architecture: str) -> tuple[A
         return processor, get_gguf_hf_weights_map(_Names(config, model), processor)
     except NotImplementedError as e:
         raise PlancError(f"GGUF architecture {architecture}: {first_line(e)} Use the model's Hugging Face folder.") from None
-
-
-def causal_class(model_type: str) -> str:
-    """The class name of a model type's causal language model; PlancError when transformers has none."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
-
-    if model_type not in NAMES:
-        raise PlancError(f"model type {model_type} has no causal language model in transformers; planc compiles decoders only.")
-    found = NAMES[model_type]
-    return found if isinstance(found, str) else found[0]
 
 
 def dequantizable(ggml_type: int) -> bool:
@@ -197,7 +167,7 @@ def _type_name(ggml_type: int) -> str:
 
 
 def _plain_span(file: SpanReader, tensor: GGUFTensor) -> np.ndarray[Any, Any]:
-    dtype = _PLAIN[_type_name(tensor.ggml_type)][1]
+    dtype = DTYPES[_PLAIN[_type_name(tensor.ggml_type)]]
     return file.read(tensor.offset, tensor.nbytes).view(dtype).reshape(tensor.shape)
 
 
@@ -209,18 +179,10 @@ def _dequantize_span(file: SpanReader, tensor: GGUFTensor) -> np.ndarray[Any, An
     if kind == GGMLQuantizationType.F32:
         return _plain_span(file, tensor)
     block, size = GGML_QUANT_SIZES[kind]
-    out = np.empty(int(np.prod(tensor.shape)), np.float32)
-    step = max(_CHUNK // block, 1)
-    for first in range(0, out.size // block, step):
-        last = min(first + step, out.size // block)
+    out = np.empty(prod(tensor.shape), np.float32)
+    blocks, step = out.size // block, max(_CHUNK // block, 1)
+    for first in range(0, blocks, step):
+        last = min(first + step, blocks)
         chunk = file.read(tensor.offset + first * size, (last - first) * size)
         out[first * block : last * block] = dequantize(chunk.reshape(1, -1), kind).reshape(-1)
     return out.reshape(tensor.shape)
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a path names a GGUF file."""
-    return path.suffix == ".gguf"
-
-
-logging.getLogger("transformers.modeling_gguf_pytorch_utils").setLevel(logging.ERROR)

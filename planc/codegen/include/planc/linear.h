@@ -37,7 +37,7 @@ struct Packed : Format {
 template <class Source, int LDX, bool PREFETCH, int MR, int NV>
 PLANC_INLINE void accumulate(Vec (&acc)[MR][NV], const float* x, const char* w, int count) {
     constexpr int GROUP = Source::GROUP;
-    auto step = [&](auto i, const float* xk, const char* wk) {
+    auto step = [&](auto i, const float* xk, const char* wk) PLANC_INLINED {
         Vec b[NV];
         PLANC_UNROLL for (int v = 0; v < NV; ++v) b[v] = Source::template unpack<i.value>(wk + v * LINE_BYTES);
         PLANC_UNROLL for (int m = 0; m < MR; ++m) {
@@ -50,10 +50,10 @@ PLANC_INLINE void accumulate(Vec (&acc)[MR][NV], const float* x, const char* w, 
         if constexpr (PREFETCH) {
             PLANC_UNROLL for (int i = 0; i < 4; ++i) prefetch(w + PREFETCH_BYTES + i * LINE_BYTES);
         }
-        unrolled<GROUP>([&](auto i) { step(i, x + k, w); });
+        unrolled<GROUP>([&](auto i) PLANC_INLINED { step(i, x + k, w); });
     }
     if constexpr (GROUP > 1) {
-        unrolled<GROUP - 1>([&](auto i) {
+        unrolled<GROUP - 1>([&](auto i) PLANC_INLINED {
             if (k + i.value < count) step(i, x + k, w);
         });
     }
@@ -61,11 +61,16 @@ PLANC_INLINE void accumulate(Vec (&acc)[MR][NV], const float* x, const char* w, 
 
 }  // namespace detail
 
-// Format: PackedF32, PackedBf16 or PackedI8. LDX and LDY are row strides in floats. x and y must not overlap.
-template <class Format, int N, int K, int LDX, int LDY, bool BIAS>
+// Config: Format (PackedF32, PackedBf16 or PackedI8), N, K, X_STRIDE and Y_STRIDE (floats between rows), BIAS.
+// x and y must not overlap.
+template <class Config>
 class Linear {
+    using Format = typename Config::Format;
+    static constexpr int N = Config::N, K = Config::K, LDX = Config::X_STRIDE, LDY = Config::Y_STRIDE;
+    static constexpr bool BIAS = Config::BIAS;
+
    public:
-    // x f32 [rows, K], weight packed, scale f32 [N padded to 64] for int8, bias f32 [N], y f32 [rows, N].
+    // x f32 [rows, K], weight packed, scale f32 [N] for int8, bias f32 [N], y f32 [rows, N].
     Linear(const float* x, const void* weight, const float* scale, const float* bias, float* y)
         : x_(x), weight_(static_cast<const char*>(weight)), scale_(scale), bias_(bias), y_(y) {}
 
@@ -122,7 +127,7 @@ class Linear {
     template <int NV, bool PREFETCH>
     void direct_rows(Range rows, int column) const {
         const char* w = weight_ + block_offset<Format>(column / BLOCK, K) + column % BLOCK / LANES * LINE_BYTES;
-        with_rows<NV>(rows.end - rows.begin, [&](auto mr) {
+        with_rows<NV>(rows.end - rows.begin, [&](auto mr) PLANC_INLINED {
             Vec acc[mr.value][NV] = {};
             detail::accumulate<detail::Packed<Format>, LDX, PREFETCH>(acc, x_ + int64_t(rows.begin) * LDX, w, K);
             finish(acc, column);
@@ -157,7 +162,7 @@ class Linear {
     }
 
     void panel_rows(Range rows, int column, int k, int count, const char* panel) const {
-        with_rows<PANEL_VECS>(rows.end - rows.begin, [&](auto mr) {
+        with_rows<PANEL_VECS>(rows.end - rows.begin, [&](auto mr) PLANC_INLINED {
             Vec acc[mr.value][PANEL_VECS] = {};
             if (k > 0) load_tile(acc, rows.begin, column);
             const float* x = x_ + int64_t(rows.begin) * LDX + k;
@@ -174,7 +179,7 @@ class Linear {
         w += int64_t(k / Format::GROUP) * GROUP_BYTES;
         for (int i = 0; i < count; i += Format::GROUP, w += GROUP_BYTES) {
             prefetch(w + detail::PREFETCH_BYTES);
-            unrolled<Format::GROUP>([&](auto g) {
+            unrolled<Format::GROUP>([&](auto g) PLANC_INLINED {
                 for (int v = 0; v < PANEL_VECS; ++v) {
                     store(panel + ((i + g.value) * PANEL_VECS + v) * LANES, Format::template unpack<g.value>(w + v * LINE_BYTES));
                 }
@@ -185,7 +190,7 @@ class Linear {
     // Calls body(integral_constant<int, rows>) for 1 <= rows <= MAX_ROWS that leave the accumulators in registers.
     template <int NV, class Body>
     PLANC_INLINE void with_rows(int rows, Body body) const {
-        unrolled<detail::MAX_ROWS>([&](auto i) {
+        unrolled<detail::MAX_ROWS>([&](auto i) PLANC_INLINED {
             if constexpr ((i.value + 1) * NV <= TILE_ACCUMULATORS) {
                 if (rows == i.value + 1) body(std::integral_constant<int, i.value + 1>{});
             }
@@ -208,14 +213,14 @@ class Linear {
 
     template <int MR, int NV>
     PLANC_INLINE void store_tile(const Vec (&acc)[MR][NV], int row, int column) const {
-        visit_tile<MR, NV>(row, column, [&](float* y, int m, int v) { store(y, acc[m][v]); },
-                           [&](float* y, int m, int v, int valid) { store(y, acc[m][v], valid); });
+        visit_tile<MR, NV>(row, column, [&](float* y, int m, int v) PLANC_INLINED { store(y, acc[m][v]); },
+                           [&](float* y, int m, int v, int valid) PLANC_INLINED { store(y, acc[m][v], valid); });
     }
 
     template <int MR, int NV>
     PLANC_INLINE void load_tile(Vec (&acc)[MR][NV], int row, int column) const {
-        visit_tile<MR, NV>(row, column, [&](float* y, int m, int v) { acc[m][v] = load(y); },
-                           [&](float* y, int m, int v, int valid) { acc[m][v] = valid > 0 ? load(y, valid) : zero(); });
+        visit_tile<MR, NV>(row, column, [&](float* y, int m, int v) PLANC_INLINED { acc[m][v] = load(y); },
+                           [&](float* y, int m, int v, int valid) PLANC_INLINED { acc[m][v] = valid > 0 ? load(y, valid) : zero(); });
     }
 
     // whole(y, m, v) for vectors inside N, part(y, m, v, valid) for the one that N cuts (none beyond it).

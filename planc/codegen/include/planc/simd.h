@@ -4,10 +4,13 @@
 // backend multiplies and adds separately (no fused multiply-add on the baseline), hence its bits are its own, but they are
 // the same on every machine.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
 #define PLANC_INLINE inline __attribute__((always_inline))
+// After a lambda's parameters: the compiler's inlining budget must not decide whether accumulators stay in registers.
+#define PLANC_INLINED __attribute__((always_inline))
 #if defined(__clang__)
 #define PLANC_UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -89,6 +92,16 @@ PLANC_INLINE void store_from_float(uint16_t* p, Vec x, int n) {
     uint16_t full[LANES];
     store_from_float(full, x);
     std::memcpy(p, full, size_t(n) * 2);
+}
+
+// The first n <= 16 lanes; the whole vector is the fast path.
+PLANC_INLINE Vec load_lanes(const float* p, int n) { return n == LANES ? load(p) : load(p, n); }
+PLANC_INLINE void store_lanes(float* p, Vec x, int n) {
+    if (n == LANES) {
+        store(p, x);
+    } else {
+        store(p, x, n);
+    }
 }
 
 // Calls body(offset, lanes) over 0..length in steps of 16: the last call may have fewer lanes.

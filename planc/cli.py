@@ -1,0 +1,166 @@
+"""The command line: in go verbs and flags, out come the floors below, imported only inside the verb that needs them."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+import planc
+from planc.errors import PlancError
+
+F = TypeVar("F", bound=Callable[..., Any])
+PLAN = click.Path(path_type=Path)
+
+
+class _Verbs(click.Group):
+    """Shows a PlancError as one line with its exit code, and an interrupt as one word."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PlancError as e:
+            click.echo(f"planc: error: {e}", err=True)
+            ctx.exit(e.exit_code)
+        except KeyboardInterrupt:
+            click.echo("planc: interrupted", err=True)
+            ctx.exit(130)
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(planc.__version__, prog_name="planc")
+def main() -> None:
+    """Compile a Hugging Face language model ahead of time into a plan, and serve it."""
+
+
+def _build_extra(verb: F) -> F:
+    """Turns a missing dependency of the compiler into the command that installs it."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return verb(*args, **kwargs)
+        except ModuleNotFoundError as e:
+            if (e.name or "").startswith("planc"):
+                raise
+            raise PlancError(f"building needs {e.name}; install it with: pip install 'planc[build]'") from e
+
+    wrapped.__doc__ = verb.__doc__
+    return wrapped  # type: ignore[return-value]
+
+
+@main.command()
+@click.option("--model", required=True, help="Hugging Face folder or hub id, a .gguf file, or an alias (smollm2-135m).")
+@click.option("--dtype", type=click.Choice(["bf16", "f32", "int8"]), default="bf16", show_default=True,
+              help="Storage of the weights of linear layers and embeddings.")
+@click.option("--target", default="cpu", show_default=True, help="cpu (this machine's) or cpu:<isa>.")
+@click.option("--max-model-len", type=int, help="Tokens of one sequence. [default: the model's]")
+@click.option("--max-num-seqs", type=int, default=64, show_default=True, help="Sequences in one step.")
+@click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True, help="Tokens in one step.")
+@click.option("--block-size", type=int, default=16, show_default=True, help="Tokens in a block of the KV cache.")
+@click.option("--kv-cache-dtype", type=click.Choice(["auto", "f32", "bf16"]), default="auto", show_default=True)
+@click.option("--weights", type=click.Choice(["pack", "none"]), default="pack", show_default=True,
+              help="none builds the code alone.")
+@click.option("--reference", type=click.Choice(["transformers", "none"]), default="transformers", show_default=True,
+              help="What judges the plan; none skips it, and the manifest says so.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--revision", help="Branch, tag or commit of a hub id.")
+@click.option("--allow-pickle", is_flag=True, help="Read pickled weights (weights_only) where there are no others.")
+@click.option("--trust-remote-code", is_flag=True, help="Run the model folder's own Python, in the build only.")
+@click.option("-o", "--output", "out", type=click.Path(path_type=Path), default=Path("plan"), show_default=True)
+@click.option("--force", is_flag=True, help="Replace a plan that exists.")
+@click.option("--dump-dir", type=click.Path(path_type=Path), help="Write the graph after each pass there.")
+@_build_extra
+def build(**flags: Any) -> None:
+    """Compile a model into a plan."""
+    from planc.compiler.build import BuildRequest
+    from planc.compiler.build import build as compile_plan
+    from planc.compiler.progress import Progress
+    from planc.plans.show import accuracy_rows, lines, mib
+
+    request = BuildRequest(**flags)
+    with Progress() as progress:
+        plan = compile_plan(request, progress)
+    m = plan.memory
+    click.echo(f"{request.out}: {plan.model.name} {plan.options.dtype} for {plan.target}")
+    sizes = [("memory", f"weights {mib(m.weights + m.constants)}, arena {mib(m.arena)}, {m.kv_token:,} B a KV token")]
+    click.echo("\n".join(lines([*sizes, *accuracy_rows(plan.accuracy)])))
+
+
+@main.command()
+@click.argument("plan", type=PLAN)
+@click.option("--graph", is_flag=True, help="Print the graph, equal layers folded.")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
+def inspect(plan: Path, graph: bool, as_json: bool) -> None:
+    """Show what a plan is: model, limits, memory by part, kernels, accuracy, goldens."""
+    from planc.plans import show, store
+
+    loaded = store.load(plan)
+    if as_json:
+        click.echo((plan / store.MANIFEST).read_text(), nl=False)
+    elif graph:
+        click.echo(show.fold_layers(_read_graph(plan / store.GRAPH)), nl=False)
+    else:
+        for title, rows in show.summary(loaded).items():
+            click.echo("\n".join([title, *show.lines(rows)]))
+
+
+def _read_graph(path: Path) -> str:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        raise PlancError(f"{path} is missing; build the plan again.") from None
+
+
+@main.command()
+@click.argument("plan", type=PLAN)
+@click.option("--json", "as_json", is_flag=True)
+def check(plan: Path, as_json: bool) -> None:
+    """Check a plan's files, schema, target and memory on this machine; exit 1 naming what fails."""
+    from planc.plans.check import check as findings_of
+
+    findings = findings_of(plan)
+    if as_json:
+        click.echo(json.dumps([vars(f) for f in findings], indent=1))
+    else:
+        for f in findings:
+            click.echo(f"{'ok  ' if f.ok else 'FAIL'} {f.name}: {f.detail}")
+    sys.exit(0 if all(f.ok for f in findings) else 1)
+
+
+@main.command()
+@click.argument("plan", type=PLAN)
+@click.option("--threads", type=int, help="Threads of a step. [default: the CPUs that this process may use]")
+def verify(plan: Path, threads: int | None) -> None:
+    """Run a plan's goldens; exit 1 when its tokens are not those of the manifest."""
+    from planc.plans import store
+    from planc.runtime.cpu import CpuExecutor
+    from planc.runtime.goldens import verify as verdicts_of
+
+    loaded = store.load(plan)
+    longest = max((len(g.prompt_ids) + len(g.tokens) for g in loaded.goldens), default=0)
+    if not longest:
+        raise PlancError(f"{plan} has no goldens (it was built with --weights none).")
+    blocks = -(-longest // loaded.kv.block_size)
+    executor = CpuExecutor(plan, loaded, num_blocks=blocks, num_threads=threads)
+    try:
+        results = list(verdicts_of(loaded, executor))
+    finally:
+        executor.close()
+    for v in results:
+        told = "equal" if v.differs_at is None else f"differs at token {v.differs_at}" + (" (a tie)" if v.tied else "")
+        click.echo(f"{'ok  ' if v.ok else 'FAIL'} {v.golden.prompt!r}: {told}")
+    sys.exit(0 if all(v.ok for v in results) else 1)
+
+
+@main.command()
+@click.argument("a", type=PLAN)
+@click.argument("b", type=PLAN)
+def diff(a: Path, b: Path) -> None:
+    """Compare two plans; exit 0 when identical, 1 when not."""
+    from planc.plans.diff import diff as differences
+
+    found = differences(a, b)
+    click.echo("\n".join(found) if found else "identical")
+    sys.exit(1 if found else 0)

@@ -1,0 +1,297 @@
+// Attention over the paged cache: y[T, HEADS, V_DIM] = softmax(mask(q . K * scale)) V, each token within its sequence.
+//
+// Keys are walked in chunks of 256 absolute positions. A chunk gives (peak, sum, weighted values) of its own: scores,
+// their peak, exponentials, the sum in 16 lanes (lane = position % 16), values added in order of position. Chunks join in
+// order. Rows (token, query head) that share a KV head run together in registers, which never changes a row's bits.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
+#include "planc/kv.h"
+#include "planc/linear.h"
+#include "planc/vecmath.h"
+
+namespace planc {
+
+enum class MaskKind { CAUSAL, SLIDING, CHUNKED };
+
+// What attention reads of a step.
+struct AttentionInputs {
+    const float* q;              // [T, HEADS, K_DIM], strides Q_ROW and Q_HEAD
+    void* kv;                    // the cache, which already holds this step's keys
+    const int32_t* page_table;   // [S, table_stride]
+    const int32_t* query_start;  // [S + 1]: the rows of each sequence
+    const int32_t* positions;    // [T]
+    const float* sinks;          // [HEADS] or null
+    int seqs, table_stride;
+};
+
+namespace detail {
+
+constexpr int CHUNK = 256;      // positions that are summed on their own
+constexpr int TILE_ROWS = 24;   // (token, head) rows that walk a chunk of K and V while it is in the cache
+
+// The state of one row's softmax over the chunks so far.
+template <int WIDTH>
+struct RowState {
+    float peak = -std::numeric_limits<float>::infinity();
+    float sum = 0.0f;
+    alignas(64) float values[WIDTH] = {};
+};
+
+}  // namespace detail
+
+// Config: that of Cache, HEADS, Q_ROW, Q_HEAD, SCALE, SOFTCAP (0: none), MASK, WINDOW, SINKS.
+template <class Config>
+class PagedAttention {
+    using Element = typename Config::Element;
+    static constexpr int K_DIM = Config::K_DIM, V_DIM = Config::V_DIM, BLOCK_SIZE = Config::BLOCK_SIZE;
+    static constexpr int GROUP = Config::HEADS / Config::KV_HEADS;
+    static constexpr int TILE_TOKENS = std::max(1, detail::TILE_ROWS / GROUP);
+    static constexpr int VALUE_VECS = (V_DIM + LANES - 1) / LANES;
+    static constexpr int WIDTH = VALUE_VECS * LANES;
+    static_assert(BLOCK_SIZE % LANES == 0 && detail::CHUNK % LANES == 0);
+    using State = detail::RowState<WIDTH>;
+
+    // One row of a tile: its query, its softmax state, and the half-open range of positions that it sees.
+    struct Row {
+        const float* q;
+        State* state;
+        int begin, end;
+    };
+
+    // A chunk's scores, then probabilities, of MR rows, and the part of the chunk that each row sees.
+    template <int MR>
+    struct Chunk {
+        int base;
+        int begin[MR], end[MR];
+        float peak[MR], sum[MR];
+        alignas(64) float p[MR][detail::CHUNK];
+        alignas(64) float values[MR][WIDTH];
+    };
+
+   public:
+    PagedAttention(const AttentionInputs& in, float* y) : in_(in), y_(y) {}
+
+    // Tiles go to threads in turn, since later tiles of a prompt see more keys.
+    void run(int thread, int threads) const {
+        int item = 0;
+        for (int s = 0; s < in_.seqs; ++s) {
+            for (int t = in_.query_start[s]; t < in_.query_start[s + 1]; t += TILE_TOKENS) {
+                const int end = std::min(t + TILE_TOKENS, in_.query_start[s + 1]);
+                for (int head = 0; head < Config::KV_HEADS; ++head) {
+                    if (item++ % threads == thread) run_tile(s, {t, end}, head);
+                }
+            }
+        }
+    }
+
+   private:
+    void run_tile(int seq, Range tokens, int head) const {
+        State states[TILE_TOKENS * GROUP];
+        Row rows[TILE_TOKENS * GROUP];
+        const int count = (tokens.end - tokens.begin) * GROUP;
+        int first = std::numeric_limits<int>::max(), last = 0;
+        for (int i = 0; i < count; ++i) {
+            rows[i] = make_row(tokens.begin + i / GROUP, head * GROUP + i % GROUP, &states[i]);
+            first = std::min(first, rows[i].begin);
+            last = std::max(last, rows[i].end - 1);
+        }
+        const int32_t* pages = in_.page_table + int64_t(seq) * in_.table_stride;
+        const int parts = (count + detail::MAX_ROWS - 1) / detail::MAX_ROWS;
+        for (int chunk = first / detail::CHUNK; chunk <= last / detail::CHUNK; ++chunk) {
+            for (int part = 0; part < parts; ++part) {
+                const Range r = share(count, part, parts);
+                unrolled<detail::MAX_ROWS>([&](auto i) {
+                    if (r.end - r.begin == i.value + 1) run_chunk<i.value + 1>(rows + r.begin, chunk * detail::CHUNK, pages, head);
+                });
+            }
+        }
+        for (int i = 0; i < count; ++i) finish(tokens.begin + i / GROUP, head * GROUP + i % GROUP, states[i]);
+    }
+
+    Row make_row(int token, int head, State* state) const {
+        const int position = in_.positions[token];
+        int begin = 0;
+        if constexpr (Config::MASK == MaskKind::SLIDING) begin = std::max(0, position - Config::WINDOW + 1);
+        if constexpr (Config::MASK == MaskKind::CHUNKED) begin = position / Config::WINDOW * Config::WINDOW;
+        return {in_.q + int64_t(token) * Config::Q_ROW + int64_t(head) * Config::Q_HEAD, state, begin, position + 1};
+    }
+
+    template <int MR>
+    void run_chunk(const Row* rows, int base, const int32_t* pages, int head) const {
+        Chunk<MR> c;
+        c.base = base;
+        int first = detail::CHUNK, last = 0;
+        for (int m = 0; m < MR; ++m) {
+            c.begin[m] = std::max(rows[m].begin - base, 0);
+            c.end[m] = std::min(rows[m].end - base, detail::CHUNK);
+            if (c.begin[m] >= c.end[m]) continue;
+            first = std::min(first, c.begin[m] / LANES * LANES);
+            last = std::max(last, c.end[m]);
+        }
+        if (first >= last) return;
+        score(c, rows, pages, head, first, last);
+        for (int m = 0; m < MR; ++m) exponentiate(c, m, first, last);
+        weigh_all(c, pages, head);
+        for (int m = 0; m < MR; ++m) {
+            if (c.begin[m] < c.end[m]) join(*rows[m].state, c.peak[m], c.sum[m], c.values[m]);
+        }
+    }
+
+    // Masked scores of positions first..last and each row's peak.
+    template <int MR>
+    void score(Chunk<MR>& c, const Row* rows, const int32_t* pages, int head, int first, int last) const {
+        constexpr int NB = detail::tile_vecs(MR);
+        Vec peak[MR];
+        for (int m = 0; m < MR; ++m) peak[m] = splat(-std::numeric_limits<float>::infinity());
+        int j = first;
+        for (; j + NB * LANES <= last; j += NB * LANES) score_blocks<MR, NB>(c, rows, pages, head, j, peak);
+        for (; j < last; j += LANES) score_blocks<MR, 1>(c, rows, pages, head, j, peak);
+        for (int m = 0; m < MR; ++m) c.peak[m] = max(peak[m]);
+    }
+
+    template <int MR, int NB>
+    PLANC_INLINE void score_blocks(Chunk<MR>& c, const Row* rows, const int32_t* pages, int head, int j, Vec (&peak)[MR]) const {
+        const Element* key[NB];
+        const float* q[MR];
+        Vec acc[MR][NB] = {};
+        for (int b = 0; b < NB; ++b) {
+            const int position = c.base + j + b * LANES;
+            key[b] = Cache<Config>::key(in_.kv, pages[position / BLOCK_SIZE], head, position % BLOCK_SIZE);
+        }
+        for (int m = 0; m < MR; ++m) q[m] = rows[m].q;
+        for (int d = 0; d < K_DIM; ++d) {
+            Vec k[NB];
+            PLANC_UNROLL for (int b = 0; b < NB; ++b) k[b] = load_as_float(key[b] + int64_t(d) * BLOCK_SIZE);
+            PLANC_UNROLL for (int m = 0; m < MR; ++m) {
+                const Vec qd = broadcast(q[m] + d);
+                PLANC_UNROLL for (int b = 0; b < NB; ++b) acc[m][b] = fma(qd, k[b], acc[m][b]);
+            }
+        }
+        PLANC_UNROLL for (int m = 0; m < MR; ++m) {
+            PLANC_UNROLL for (int b = 0; b < NB; ++b) {
+                const int at = j + b * LANES;
+                const Vec s = masked(adjusted(acc[m][b]), c.begin[m] - at, c.end[m] - at);
+                store(c.p[m] + at, s);
+                peak[m] = max(peak[m], s);
+            }
+        }
+    }
+
+    static PLANC_INLINE Vec adjusted(Vec dot) {
+        const Vec s = dot * splat(Config::SCALE);
+        if constexpr (Config::SOFTCAP == 0.0f) return s;
+        return splat(Config::SOFTCAP) * tanh(s / splat(Config::SOFTCAP));
+    }
+
+    // Lanes begin..end of a score, -infinity elsewhere.
+    static PLANC_INLINE Vec masked(Vec s, int begin, int end) {
+        if (begin <= 0 && end >= LANES) return s;
+        const Vec never = splat(-std::numeric_limits<float>::infinity());
+        const VecI lane = iota();
+        return select(less(lane, splat_int(begin)), never, select(less(lane, splat_int(end)), s, never));
+    }
+
+    // Scores become exp(score - peak); their sum.
+    template <int MR>
+    static void exponentiate(Chunk<MR>& c, int m, int first, int last) {
+        if (c.begin[m] >= c.end[m]) return;
+        const Vec peak = splat(c.peak[m]);
+        Vec total = zero();
+        for (int j = first; j < last; j += LANES) {
+            const Vec e = exp(load(c.p[m] + j) - peak);
+            store(c.p[m] + j, e);
+            total = total + e;
+        }
+        c.sum[m] = sum(total);
+    }
+
+    // values[m] = sum of p[m][j] V[j], j ascending over what row m sees. Positions that all rows see run together; the
+    // others may hold anything, so that not even a zero weight may touch them.
+    template <int MR>
+    void weigh_all(Chunk<MR>& c, const int32_t* pages, int head) const {
+        std::memset(c.values, 0, sizeof c.values);
+        const int begin = *std::max_element(c.begin, c.begin + MR), end = *std::min_element(c.end, c.end + MR);
+        if (begin >= end) {
+            for (int m = 0; m < MR; ++m) weigh<1>(c.p + m, c.values + m, {c.begin[m], c.end[m]}, c.base, pages, head);
+            return;
+        }
+        for (int m = 0; m < MR; ++m) weigh<1>(c.p + m, c.values + m, {c.begin[m], begin}, c.base, pages, head);
+        weigh<MR>(c.p, c.values, {begin, end}, c.base, pages, head);
+        for (int m = 0; m < MR; ++m) weigh<1>(c.p + m, c.values + m, {end, c.end[m]}, c.base, pages, head);
+    }
+
+    template <int MR>
+    void weigh(const float (*p)[detail::CHUNK], float (*values)[WIDTH], Range part, int base, const int32_t* pages, int head) const {
+        if (part.begin >= part.end) return;
+        constexpr int NV = detail::tile_vecs(MR);
+        int v = 0;
+        for (; v + NV <= VALUE_VECS; v += NV) weigh_vecs<MR, NV>(p, values, v, part, base, pages, head);
+        for (; v < VALUE_VECS; ++v) weigh_vecs<MR, 1>(p, values, v, part, base, pages, head);
+    }
+
+    template <int MR, int NV>
+    PLANC_INLINE void weigh_vecs(const float (*p)[detail::CHUNK], float (*values)[WIDTH], int first, Range part, int base,
+                                 const int32_t* pages, int head) const {
+        Vec acc[MR][NV] = {};
+        PLANC_UNROLL for (int m = 0; m < MR; ++m) {
+            PLANC_UNROLL for (int v = 0; v < NV; ++v) acc[m][v] = load(values[m] + (first + v) * LANES);
+        }
+        for (int j = part.begin; j < part.end;) {
+            const int slot = (base + j) % BLOCK_SIZE, stop = std::min(part.end, j + BLOCK_SIZE - slot);
+            const Element* row = Cache<Config>::value(in_.kv, pages[(base + j) / BLOCK_SIZE], head, slot);
+            for (; j < stop; ++j, row += V_DIM) {
+                Vec x[NV];
+                PLANC_UNROLL for (int v = 0; v < NV; ++v) x[v] = load_value(row, first + v);
+                PLANC_UNROLL for (int m = 0; m < MR; ++m) {
+                    const Vec weight = broadcast(p[m] + j);
+                    PLANC_UNROLL for (int v = 0; v < NV; ++v) acc[m][v] = fma(weight, x[v], acc[m][v]);
+                }
+            }
+        }
+        PLANC_UNROLL for (int m = 0; m < MR; ++m) {
+            PLANC_UNROLL for (int v = 0; v < NV; ++v) store(values[m] + (first + v) * LANES, acc[m][v]);
+        }
+    }
+
+    static PLANC_INLINE Vec load_value(const Element* row, int v) {
+        if (V_DIM % LANES == 0 || v + 1 < VALUE_VECS) return load_as_float(row + v * LANES);
+        return load_as_float(row + v * LANES, V_DIM % LANES);
+    }
+
+    // Adds a chunk to a row's state, both rescaled to the larger peak.
+    static void join(State& state, float peak, float total, const float* values) {
+        const float top = std::max(state.peak, peak);
+        const Vec old = exp(splat(state.peak - top)), now = exp(splat(peak - top));
+        for (int v = 0; v < VALUE_VECS; ++v) {
+            float* to = state.values + v * LANES;
+            store(to, fma(load(to), old, load(values + v * LANES) * now));
+        }
+        state.sum = first_lane(fma(splat(state.sum), old, splat(total) * now));
+        state.peak = top;
+    }
+
+    static PLANC_INLINE float first_lane(Vec x) {
+        float lanes[LANES];
+        store(lanes, x);
+        return lanes[0];
+    }
+
+    void finish(int token, int head, State& state) const {
+        if constexpr (Config::SINKS) {
+            alignas(64) const float nothing[WIDTH] = {};
+            join(state, in_.sinks[head], 1.0f, nothing);
+        }
+        float* y = y_ + (int64_t(token) * Config::HEADS + head) * V_DIM;
+        const Vec total = splat(state.sum);
+        for_each_vec(V_DIM, [&](int i, int n) PLANC_INLINED { store_lanes(y + i, load(state.values + i) / total, n); });
+    }
+
+    const AttentionInputs& in_;
+    float* const y_;
+};
+
+}  // namespace planc

@@ -1,0 +1,124 @@
+// RMS and layer norm over the last axis, alone or after a residual add, and the plain reductions over that axis.
+//
+// A row's sum runs in 64 lanes: lane = element % 64, elements ascending, lanes folded in a fixed order.
+#pragma once
+#include <cmath>
+
+#include "planc/rows.h"
+#include "planc/vecmath.h"
+
+namespace planc {
+
+namespace detail {
+
+// The sum over i of value(i, lanes), a Vec whose unused lanes are zero.
+template <int LENGTH, class Value>
+PLANC_INLINE float sum_of(Value value) {
+    Vec acc[4] = {zero(), zero(), zero(), zero()};
+    int i = 0;
+    for (; i + 4 * LANES <= LENGTH; i += 4 * LANES) {
+        PLANC_UNROLL for (int k = 0; k < 4; ++k) acc[k] = acc[k] + value(i + k * LANES, LANES);
+    }
+    PLANC_UNROLL for (int k = 0; k < 4; ++k) {
+        const int n = LENGTH - i - k * LANES;
+        if (n > 0) acc[k] = acc[k] + value(i + k * LANES, n < LANES ? n : LANES);
+    }
+    return sum((acc[0] + acc[2]) + (acc[1] + acc[3]));
+}
+
+PLANC_INLINE Vec keep_first(Vec x, int n) { return select(less(iota(), splat_int(n)), x, zero()); }
+
+}  // namespace detail
+
+// Config: WIDTH (of the last axis), EPS, WEIGHT, BIAS (are there such parameters).
+template <class Config>
+struct RmsNorm {
+    static constexpr int D = Config::WIDTH;
+
+    // y = x / sqrt(mean(x^2) + eps) * weight; y may be x.
+    static void row(const float* x, const float* weight, const float*, float* y) {
+        const float squares = detail::sum_of<D>([&](int i, int n) PLANC_INLINED {
+            const Vec v = load_lanes(x + i, n);
+            return v * v;
+        });
+        const Vec factor = splat(1.0f / std::sqrt(squares / float(D) + Config::EPS));
+        for_each_vec(D, [&](int i, int n) PLANC_INLINED {
+            Vec v = load_lanes(x + i, n) * factor;
+            if constexpr (Config::WEIGHT) v = v * load_lanes(weight + i, n);
+            store_lanes(y + i, v, n);
+        });
+    }
+};
+
+template <class Config>
+struct LayerNorm {
+    static constexpr int D = Config::WIDTH;
+
+    // y = (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias; y may be x.
+    static void row(const float* x, const float* weight, const float* bias, float* y) {
+        const float total = detail::sum_of<D>([&](int i, int n) PLANC_INLINED { return load_lanes(x + i, n); });
+        const Vec mean = splat(total / float(D));
+        const float squares = detail::sum_of<D>([&](int i, int n) PLANC_INLINED {
+            const Vec v = load_lanes(x + i, n) - mean;
+            return n == LANES ? v * v : detail::keep_first(v * v, n);
+        });
+        const Vec factor = splat(1.0f / std::sqrt(squares / float(D) + Config::EPS));
+        for_each_vec(D, [&](int i, int n) PLANC_INLINED {
+            Vec v = (load_lanes(x + i, n) - mean) * factor;
+            if constexpr (Config::WEIGHT) v = v * load_lanes(weight + i, n);
+            if constexpr (Config::BIAS) v = v + load_lanes(bias + i, n);
+            store_lanes(y + i, v, n);
+        });
+    }
+};
+
+// Norm over each row of x[rows, A, B, WIDTH]; Shape has INNER = 1 and the strides reach the start of a row.
+template <class Norm, class Shape, class Out, class X>
+void norm_rows(int rows, int thread, int threads, const float* x, const float* weight, const float* bias, float* y) {
+    for_each_inner<Shape>(rows, thread, threads, [&](int64_t r, int a, int b) {
+        Norm::row(x + X::at(r, a, b), weight, bias, y + Out::at(r, a, b));
+    });
+}
+
+// total = x1 + x2, y = Norm(total), row by row.
+template <class Norm, class Shape, class Out, class X1, class X2>
+void add_norm_rows(int rows, int thread, int threads, const float* x1, const float* x2, const float* weight, const float* bias,
+                   float* y, float* total) {
+    for_each_inner<Shape>(rows, thread, threads, [&](int64_t r, int a, int b) {
+        const float *p = x1 + X1::at(r, a, b), *q = x2 + X2::at(r, a, b);
+        float* t = total + Out::at(r, a, b);
+        for_each_vec(Norm::D, [&](int i, int n) PLANC_INLINED {
+            store_lanes(t + i, load_lanes(p + i, n) + load_lanes(q + i, n), n);
+        });
+        Norm::row(t, weight, bias, y + Out::at(r, a, b));
+    });
+}
+
+// Reductions of `WIDTH` elements to one.
+template <int WIDTH>
+struct Sum {
+    static float row(const float* x) {
+        return detail::sum_of<WIDTH>([&](int i, int n) PLANC_INLINED { return load_lanes(x + i, n); });
+    }
+};
+template <int WIDTH>
+struct Mean {
+    static float row(const float* x) { return Sum<WIDTH>::row(x) / float(WIDTH); }
+};
+template <int WIDTH>
+struct Amax {
+    static float row(const float* x) {
+        float best = x[0];
+        for (int i = 1; i < WIDTH; ++i) best = x[i] > best ? x[i] : best;
+        return best;
+    }
+};
+
+template <class Reduction, class Shape, class Out, class X>
+void reduce_rows(int rows, int thread, int threads, const float* x, float* y) {
+    for_each_inner<Shape>(rows, thread, threads, [&](int64_t r, int a, int b) {
+        y[Out::at(r, a, b)] = Reduction::row(x + X::at(r, a, b));
+    });
+}
+
+}  // namespace planc

@@ -1,0 +1,309 @@
+"""The whole compile in order: in goes a request, out comes a published plan directory."""
+
+import platform
+import tempfile
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import planc
+from planc.codegen import cpu as codegen
+from planc.codegen.target import Target, host_target, parse_target
+from planc.compiler import accuracy, weights
+from planc.compiler.ir.graph import Graph
+from planc.compiler.ir.text import to_text
+from planc.compiler.progress import Progress
+from planc.compiler.reference import reference_logits
+from planc.compiler.source import ModelSource, open_source
+from planc.compiler.tokenizer import save_tokenizer
+from planc.errors import PlancError, UsageError
+from planc.passes.memory import arena_bytes
+from planc.passes.options import Options
+from planc.passes.pipeline import run as run_passes
+from planc.plans import schema, store
+from planc.plans.host import missing_flags
+from planc.runtime.cpu import CpuExecutor
+from planc.runtime.goldens import Scorer
+from planc.runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_MADE_WITH = ("torch", "transformers", "tokenizers", "numpy")
+_ROWS_BYTES = 16 << 20  # of reference logits at a time, in float32
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """What `planc build` was asked for; None where the model or the target decides."""
+
+    model: str
+    out: Path
+    dtype: str = "bf16"
+    target: str = "cpu"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    kv_cache_dtype: str = "auto"
+    weights: str = "pack"
+    seed: int = 0
+    reference: str = "transformers"
+    revision: str | None = None
+    allow_pickle: bool = False
+    trust_remote_code: bool = False
+    force: bool = False
+    dump_dir: Path | None = None
+
+
+def build(request: BuildRequest, progress: Progress) -> schema.Plan:
+    """Compiles the model and publishes the plan at `request.out`, whole or not at all.
+
+    Raises UsageError for a request that contradicts itself or the model, PlancError for a model that does not compile.
+    """
+    target = _check_request(request)
+    store.check_free(request.out, force=request.force)
+    with open_source(
+        request.model,
+        allow_pickle=request.allow_pickle,
+        revision=request.revision,
+        trust_remote_code=request.trust_remote_code,
+    ) as source:
+        config = source.config()
+        options = _options(request, config, target)
+        graph, log, info = _compile(source, config, options, request, progress)
+        with store.publish(request.out, force=request.force) as root:
+            plan = _write(root, graph, log, info, source, options, request, progress)
+    return plan
+
+
+def _check_request(request: BuildRequest) -> Target:
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        if getattr(request, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(request, name)}.")
+    if request.max_num_batched_tokens < request.max_num_seqs:
+        raise UsageError(
+            f"--max-num-batched-tokens {request.max_num_batched_tokens} is less than --max-num-seqs "
+            f"{request.max_num_seqs}: a step must hold a token of every sequence."
+        )
+    if request.block_size % 16 or not 16 <= request.block_size <= 256:
+        raise UsageError(f"--block-size must be a multiple of 16 from 16 to 256, got {request.block_size}.")
+    return parse_target(request.target)
+
+
+def _options(request: BuildRequest, config: "PretrainedConfig", target: Target) -> Options:
+    kv = request.kv_cache_dtype
+    if kv == "auto":
+        kv = "f32" if request.dtype == "f32" else "bf16"
+    return Options(
+        target=target,
+        dtype=request.dtype,
+        kv_dtype=kv,
+        max_model_len=_max_model_len(request.max_model_len, config),
+        max_num_seqs=request.max_num_seqs,
+        max_num_batched_tokens=request.max_num_batched_tokens,
+        block_size=request.block_size,
+    )
+
+
+def _max_model_len(asked: int | None, config: "PretrainedConfig") -> int:
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if asked is not None and asked < 2:
+        raise UsageError(f"--max-model-len must be at least 2, got {asked}.")
+    if asked is not None and limit is not None and asked > limit:
+        raise UsageError(f"--max-model-len {asked} is more than the model's {limit} positions; use at most {limit}.")
+    if asked is None and limit is None:
+        raise UsageError("the model's config has no max_position_embeddings; give --max-model-len.")
+    return int(asked or limit)
+
+
+def _compile(
+    source: ModelSource, config: "PretrainedConfig", options: Options, request: BuildRequest, progress: Progress
+) -> tuple[Graph, tuple[schema.PassLog, ...], schema.ModelInfo]:
+    from planc.compiler.gates import self_test
+    from planc.compiler.lift import lift
+    from planc.compiler.source.bind import bind
+    from planc.compiler.trace import trace
+
+    with progress.stage("trace"):
+        traced = trace(config)
+        binding = bind(traced.module, source)
+    with progress.stage("lift"):
+        table = {name: (t.dtype, t.shape) for name, t in source.tensors.items()}
+        lifted = lift(traced, table, binding.names)
+        graph = replace(lifted.graph, constants=lifted.constants)
+    with progress.stage("self-test"):
+        self_test(config)
+    with progress.stage("passes"):
+        graph, log = run_passes(graph, options, dump=request.dump_dir)
+    parameters = sum(p.numel() for p in traced.module.parameters())
+    return graph, log, _model_info(source, config, graph, parameters, binding.unused)
+
+
+def _model_info(
+    source: ModelSource, config: "PretrainedConfig", graph: Graph, parameters: int, unused: list[str]
+) -> schema.ModelInfo:
+    text = config.get_text_config()
+    generation = source.generation_config()
+    eos = generation.get("eos_token_id") or []
+    bos = generation.get("bos_token_id", getattr(text, "bos_token_id", None))
+    architectures = getattr(config, "architectures", None) or [type(config).__name__]
+    return schema.ModelInfo(
+        name=source.name,
+        architecture=architectures[0],
+        model_type=config.model_type,
+        fingerprint=source.fingerprint(),
+        num_parameters=parameters,
+        num_layers=int(getattr(text, "num_hidden_layers", 0)),
+        bos_token_id=bos[0] if isinstance(bos, list) else bos,
+        eos_token_ids=tuple(eos if isinstance(eos, list) else [eos]),
+        unused_tensors=tuple(sorted(unused)),
+    )
+
+
+def _write(
+    root: Path,
+    graph: Graph,
+    log: tuple[schema.PassLog, ...],
+    info: schema.ModelInfo,
+    source: ModelSource,
+    options: Options,
+    request: BuildRequest,
+    progress: Progress,
+) -> schema.Plan:
+    """Writes everything below `root` and seals it."""
+    (root / store.GRAPH).write_text(to_text(graph))
+    with progress.stage("tokenizer"):
+        save_tokenizer(source, root / "tokenizer")
+    library = codegen.build_library(graph, options.target, root / "kernels", progress=progress.counter("kernels"))
+    weights.write_constants(graph, root)
+    packed = weights.split(graph)[1]
+    if request.weights == "pack":
+        bar = progress.bytes("weights", weights.total_bytes(packed))
+        weights.write_weights(graph, source.read, root, bar)
+    plan = schema.Plan(
+        model=info,
+        target=str(options.target),
+        options=schema.Options(options.dtype, options.kv_dtype, options.block_size, request.weights, request.seed),
+        limits=_limits(graph, options),
+        kv=kv_of(graph, options),
+        memory=_memory(graph, options),
+        program=schema.Program(
+            library="kernels/model.so",
+            arena_bytes=arena_bytes(graph, options.dims),
+            logits_offset=_logits_offset(graph),
+            weights=tuple(w.name for w in graph.weights),
+        ),
+        kernels=library.kernels,
+        weight_files=(weights.CONSTANTS_FILE, *([weights.WEIGHTS_FILE] if request.weights == "pack" else [])),
+        goldens=(),
+        goldens_target=None,
+        accuracy=schema.Accuracy(reference="none"),
+        passes=log,
+        made_with={"planc": planc.__version__, "python": platform.python_version()}
+        | {name: version(name) for name in _MADE_WITH}
+        | {"compiler": library.compiler},
+    )
+    if request.weights == "pack":
+        plan = _measure(root, graph, plan, source, options, request, progress)
+    return store.seal(root, plan)
+
+
+def _limits(graph: Graph, options: Options) -> schema.Limits:
+    vocab = graph.types[graph.outputs[0]].shape[-1]
+    return schema.Limits(
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        vocab_size=int(vocab),
+        ranks=options.tp,
+    )
+
+
+def kv_of(graph: Graph, options: Options) -> schema.KVLayout:
+    """The cache layout that the graph's kv_append nodes spell; windows are those of the layers' attention."""
+    appends = [n for n in graph.nodes if n.op == "kv_append"]
+    windows = {n.attr("layer"): int(n.attr("window")) for n in graph.nodes if n.op == "paged_attention"}  # type: ignore[arg-type]
+    names = ("heads", "k_dim", "v_dim", "k_offset", "v_offset")
+    layers = tuple(
+        schema.KVLayer(window=windows[n.attr("layer")], **{k: int(n.attr(k)) for k in names})  # type: ignore[arg-type]
+        for n in appends
+    )
+    page_bytes = next(int(v.type.shape[1]) for v in graph.inputs if v.name == "kv")
+    return schema.KVLayout(options.kv_dtype, options.block_size, page_bytes, layers)
+
+
+def _memory(graph: Graph, options: Options) -> schema.Memory:
+    constant, packed = weights.split(graph)
+    kv = kv_of(graph, options)
+    pages = -(-options.max_model_len // options.block_size)
+    return schema.Memory(
+        weights=weights.total_bytes(packed),
+        constants=weights.total_bytes(constant),
+        arena=arena_bytes(graph, options.dims),
+        kv_token=-(-kv.page_bytes // options.block_size),
+        kv_full=kv.page_bytes * pages * options.max_num_seqs,
+    )
+
+
+def _logits_offset(graph: Graph) -> int:
+    (name,) = graph.outputs
+    addr = graph.producers[name].out.addr
+    assert addr is not None
+    return addr
+
+
+def _measure(
+    root: Path,
+    graph: Graph,
+    plan: schema.Plan,
+    source: ModelSource,
+    options: Options,
+    request: BuildRequest,
+    progress: Progress,
+) -> schema.Plan:
+    """Goldens and accuracy of the plan that lies in `root`, run here: by its own library, or by one for this CPU."""
+    with tempfile.TemporaryDirectory(prefix="planc-") as scratch:
+        runnable, home, on = plan, root, options.target
+        if missing_flags(plan.target):
+            on = host_target()
+            codegen.build_library(
+                graph, on, Path(scratch) / "kernels", progress=progress.counter("kernels for this CPU")
+            )
+            (Path(scratch) / "weights").symlink_to((root / "weights").resolve())
+            runnable, home = replace(plan, target=str(on)), Path(scratch)
+        pages = -(-options.max_model_len // options.block_size)
+        executor = CpuExecutor(home, runnable, num_blocks=min(pages, -(-4096 // options.block_size)))
+        try:
+            goldens, measured = _score(root, executor, plan, source, request, progress)
+        finally:
+            executor.close()
+    return replace(plan, goldens=goldens, accuracy=measured, goldens_target=str(on))
+
+
+def _score(
+    root: Path,
+    executor: CpuExecutor,
+    plan: schema.Plan,
+    source: ModelSource,
+    request: BuildRequest,
+    progress: Progress,
+) -> tuple[tuple[schema.Golden, ...], schema.Accuracy]:
+    scorer = Scorer(executor, plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens)
+    tokenizer = Tokenizer(root / "tokenizer")
+    with progress.stage("goldens"):
+        material = accuracy.generate(scorer, tokenizer.encode, plan.limits.max_model_len)
+    _check_ids(material, plan.limits.vocab_size)
+    if request.reference == "none":
+        return accuracy.unjudged(material)
+    chunk = max(1, min(64, _ROWS_BYTES // (4 * plan.limits.vocab_size)))
+    bar = progress.rows("reference", sum(len(s) for s in material.sequences))
+    rows = reference_logits(source, material.sequences, rows_per_chunk=chunk)
+    return accuracy.judge(material, scorer, rows, "transformers f32", bar)
+
+
+def _check_ids(material: accuracy.Material, vocab_size: int) -> None:
+    top = max(max(s) for s in material.sequences)
+    if top >= vocab_size:
+        raise PlancError(f"the tokenizer makes token {top}, the model's vocabulary ends at {vocab_size - 1}.")

@@ -1,0 +1,92 @@
+"""The graph under construction: in go ops on values by name, out come typed values, weights with recipes, and the graph."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from planc.compiler.ir.graph import Graph, Node, Value, Weight
+from planc.compiler.ir.ops import OPS
+from planc.compiler.ir.recipe import Recipe, const, infer, step
+from planc.compiler.ir.types import Attr, TensorType, dtype_name
+
+# Ops that only move bytes: on weights alone they become recipe steps, so no step of the model runs them.
+MOVES = frozenset({"reshape", "transpose", "slice", "concat", "copy"})
+
+INPUTS = (
+    Value("ids", TensorType("i32", ("T",))),
+    Value("positions", TensorType("i32", ("T",))),
+    Value("slots", TensorType("i32", ("T",))),
+    Value("page_table", TensorType("i32", ("S", "M"))),
+    Value("query_start", TensorType("i32", ("S1",))),
+    Value("logit_rows", TensorType("i32", ("R",))),
+)
+
+
+class Builder:
+    """Grows a graph node by node. Names are unique; equal recipes share one weight."""
+
+    def __init__(self) -> None:
+        self.types: dict[str, TensorType] = {v.name: v.type for v in INPUTS}
+        self._constants: dict[str, np.ndarray] = {}
+        self._nodes: list[Node] = []
+        self._weights: dict[Recipe, Value] = {}
+        self._recipes: dict[str, Recipe] = {}
+        self._counts = {"logits": 1, "kv": 1}  # names that are taken from the start
+        self._layers = 0
+
+    def emit(self, op: str, inputs: Sequence[str], name: str, loc: str, **attrs: Attr) -> Value:
+        """The output of a new node, or a weight when only bytes of weights move. ValueError when the types do not fit."""
+        if op in MOVES and all(i in self._recipes for i in inputs):
+            return self.weight(inputs[0], step(op, *(self._recipes[i] for i in inputs), **attrs))
+        (made,) = OPS[op].infer(attrs, [self.types[i] for i in inputs])
+        value = Value(self._unique(name), made)
+        self._nodes.append(Node(op, tuple(inputs), (value,), tuple(attrs.items()), loc))
+        self.types[value.name] = made
+        return value
+
+    def weight(self, name: str, recipe: Recipe) -> Value:
+        """The weight that `recipe` makes."""
+        if recipe not in self._weights:
+            value = Value(self._unique(name), infer(recipe))
+            self._weights[recipe] = value
+            self._recipes[value.name] = recipe
+            self.types[value.name] = value.type
+        return self._weights[recipe]
+
+    def constant(self, name: str, array: np.ndarray) -> Value:
+        """A weight that the compiler computed: its recipe names the digest of its bytes, dtype and shape."""
+        array = np.ascontiguousarray(array).reshape(array.shape)
+        head = f"{array.dtype}{array.shape}".encode()
+        digest = hashlib.sha256(head + array.tobytes()).hexdigest()[:16]
+        self._constants[digest] = array
+        return self.weight(name, const(digest, dtype_name(array.dtype), array.shape))
+
+    def next_layer(self) -> int:
+        """0, 1, 2 ...: one number for each attention op, in order."""
+        self._layers += 1
+        return self._layers - 1
+
+    def graph(self, name: str, output: str) -> Graph:
+        """The graph whose one output is the value `output`, renamed `logits`; dead nodes and unused weights are gone."""
+        nodes = tuple(_renamed(n, output, "logits") for n in self._nodes)
+        weights = tuple(Weight(v, r) for r, v in self._weights.items())
+        cache = Value("kv", TensorType("u8", ("P", 0)))
+        return Graph(name, (*INPUTS, cache), weights, nodes, ("logits",)).without_dead()
+
+    def constants_of(self, graph: Graph) -> dict[str, np.ndarray]:
+        """The arrays of the graph's `const` recipes, by digest."""
+        leaves = (leaf for w in graph.weights for leaf in w.recipe.leaves() if leaf.op == "const")
+        return {str(leaf.get("digest")): self._constants[str(leaf.get("digest"))] for leaf in leaves}
+
+    def _unique(self, name: str) -> str:
+        count = self._counts[name] = self._counts.get(name, name in self.types) + 1
+        return name if count == 1 else self._unique(f"{name}.{count}")
+
+
+def _renamed(node: Node, old: str, new: str) -> Node:
+    if old not in node.inputs and all(v.name != old for v in node.outputs):
+        return node
+    inputs = tuple(new if i == old else i for i in node.inputs)
+    outputs = tuple(Value(new, v.type) if v.name == old else v for v in node.outputs)
+    return Node(node.op, inputs, outputs, node.attrs, node.loc)

@@ -1,0 +1,208 @@
+"""One node of the trace while it is being lifted: in go its arguments, out come forms, emitted ops and errors with a place.
+
+Every argument that is given and differs from its default must be read by the rule; `unread` names the first that was not,
+so a rule cannot drop a bias or an alpha in silence.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from planc.compiler.ir.graph import Value
+from planc.compiler.ir.types import Attr, Dim, TensorType
+from planc.compiler.lift.builder import Builder
+from planc.compiler.lift.form import Form, Mask
+from planc.errors import PlancError
+
+Lift = Form | Mask | tuple[Form, ...]
+
+DTYPES = {
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i32",  # token counts, ids and positions all fit
+    torch.int32: "i32",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
+_OWN_NAME = frozenset({"linear", "embedding", "layer_norm", "rms_norm"})  # named after their module alone
+
+
+class Call:
+    """`node` with its arguments by name, the forms of its operands, and the builder that its rule emits into."""
+
+    def __init__(self, node: fx.Node, env: Mapping[fx.Node, Lift], builder: Builder, symbols: Mapping[str, str]) -> None:
+        self.node, self.builder = node, builder
+        self._env, self._symbols = env, symbols
+        self._schema = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+        names = [a.name for a in self._schema]
+        self._args: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        self._read: set[str] = set()
+
+    # ---- what is asked of the node
+
+    @property
+    def dims(self) -> tuple[Dim, ...]:
+        """The result's shape in ints and symbols."""
+        return self._dims(self.node.meta["val"].shape)
+
+    @property
+    def dtype(self) -> str:
+        """The result's dtype, as the graph names it."""
+        dtype = self.node.meta["val"].dtype
+        if dtype not in DTYPES:
+            raise self.fail(f"dtype {dtype} has no counterpart; known: {', '.join(sorted(set(DTYPES.values())))}")
+        return DTYPES[dtype]
+
+    def arg(self, name: str, default: Any = None) -> Any:
+        """An argument that is no tensor; sizes come as ints and symbols."""
+        self._read.add(name)
+        value = self._args.get(name, default)
+        return self._size(value) if isinstance(value, (fx.Node, torch.SymInt)) else value
+
+    def implied(self, *names: str) -> None:
+        """Says that the result's shape and dtype hold all that these arguments ask for."""
+        self._read.update(names)
+
+    def has(self, name: str) -> bool:
+        """Whether the argument is given and not None."""
+        return self._args.get(name) is not None
+
+    def form(self, name: str) -> Form:
+        """The form of a tensor argument."""
+        value = self.operand(name)
+        if not isinstance(value, Form):
+            raise self.fail(f"argument {name} is {value!r}, not a tensor")
+        return value
+
+    def operand(self, name: str) -> Form | int | float:
+        """The form of a tensor argument, or the number in its place."""
+        self._read.add(name)
+        return self._operand(self._args.get(name), name)
+
+    def forms(self, name: str) -> list[Form]:
+        """The forms of an argument that lists tensors."""
+        self._read.add(name)
+        found = [self._operand(v, name) for v in self._args[name]]
+        return [f if isinstance(f, Form) else self._not_tensor(name) for f in found]
+
+    def mask(self, name: str) -> Mask:
+        """An argument that must be a mask of the mask hook."""
+        self._read.add(name)
+        value = self._env.get(self._args.get(name))  # type: ignore[arg-type]
+        if not isinstance(value, Mask):
+            raise self.fail(f"argument {name} is not a mask that the model asked transformers for")
+        return value
+
+    def source(self, name: str) -> fx.Node | None:
+        """The node of the trace that makes an argument."""
+        value = self._args.get(name)
+        return value if isinstance(value, fx.Node) else None
+
+    def lifted(self, node: fx.Node) -> Form:
+        """The form of another node of the trace, already lifted."""
+        form = self._env[node]
+        assert isinstance(form, Form)
+        return form
+
+    @property
+    def unread(self) -> str | None:
+        """The first argument that matters and that no one asked for."""
+        for a in self._schema:
+            given = a.name in self._args and self._args[a.name] is not None
+            if given and a.name not in self._read and not _is_default(a, self._args[a.name]):
+                return a.name
+        return None
+
+    # ---- what the rule says
+
+    def emit(self, op: str, *inputs: str, **attrs: Attr) -> Value:
+        """The output of a new graph node (a weight, when bytes of weights move)."""
+        stem = short_name(self.path)
+        name = stem if op in _OWN_NAME and stem else f"{stem}.{op}".lstrip(".")
+        try:
+            return self.builder.emit(op, inputs, name, self.path, **attrs)
+        except (ValueError, KeyError, TypeError) as e:
+            raise self.fail(str(e)) from e
+
+    def type_of(self, name: str) -> TensorType:
+        """Type of a graph value."""
+        return self.builder.types[name]
+
+    def fail(self, why: str) -> PlancError:
+        """The error to raise: op, module path and source line of this node, then `why`."""
+        return PlancError(f"{target_name(self.node)} in {self.path or 'top level'} ({source_line(self.node)}): {why}")
+
+    @property
+    def path(self) -> str:
+        """Path of the module that the node came from."""
+        return module_path(self.node)
+
+    # ----
+
+    def _not_tensor(self, name: str) -> Form:
+        raise self.fail(f"argument {name} lists something that is no tensor")
+
+    def _operand(self, value: Any, name: str) -> Form | int | float:
+        if isinstance(value, fx.Node):
+            found = self._env.get(value)
+            if isinstance(found, Mask):
+                raise self.fail("the model computes with an attention mask, which is known by kind only")
+            if isinstance(found, Form):
+                return found
+            raise self.fail(f"argument {name} is a size of this step, not a tensor or a number")
+        if isinstance(value, (bool, int, float)):
+            return value
+        raise self.fail(f"argument {name} is {value!r}, expected a tensor or a number")
+
+    def _dims(self, shape: Sequence[Any]) -> tuple[Dim, ...]:
+        return tuple(self._size(d) for d in shape)
+
+    def _size(self, value: Any) -> Dim:
+        value = value.meta["val"] if isinstance(value, fx.Node) else value
+        if isinstance(value, int):
+            return value
+        name = str(value)
+        if name not in self._symbols:
+            known = {s: d for s, d in self._symbols.items()}
+            text = re.sub(r"\w+", lambda m: known.get(m[0], m[0]), name)
+            raise self.fail(f"a size of {text} merges tokens with something else, which no packed step can hold")
+        return self._symbols[name]
+
+
+def _is_default(argument: Any, value: Any) -> bool:
+    return bool(argument.has_default_value()) and bool(argument.default_value == value)
+
+
+def target_name(node: fx.Node) -> str:
+    """The op's name as torch prints it."""
+    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", "?")
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the innermost module, without the tracer's own prefix."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return str(path).removeprefix("model").lstrip(".")
+
+
+def source_line(node: fx.Node) -> str:
+    """file:line of the model's code that made the node."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    if not frames:
+        return "no source line"
+    own = [f for f in frames if "/torch/" not in f[0]] or frames
+    return f"{own[-1][0].rpartition('site-packages/')[2]}:{own[-1][1]}"
+
+
+def short_name(path: str) -> str:
+    """A module path for use in names: `model.layers.3.self_attn.q_proj` becomes `l3.self_attn.q_proj`."""
+    parts = path.split(".") if path else []
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join([f"l{part}", *parts[i + 1 :]])
+    return ".".join(parts[1:] if len(parts) > 1 else parts)

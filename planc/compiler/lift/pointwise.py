@@ -1,0 +1,158 @@
+"""Rules of elementwise ops: in goes a call on broadcasting operands, out comes one op, spelled in one way only."""
+
+from collections.abc import Callable
+from math import isinf
+
+import torch
+
+from planc.compiler.lift.call import Call
+from planc.compiler.lift.form import Form
+from planc.compiler.lift.layout import arrange, placed, rows_first
+
+Rule = Callable[[Call], Form]
+Operand = Form | int | float
+
+_SQRT = torch.ops.aten.sqrt.default
+_POWERS = {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
+_NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
+
+
+def unary(op: str) -> Rule:
+    """A rule for an op of one tensor."""
+    return lambda call: apply(call, op, call.form("self"))
+
+
+def apply(call: Call, op: str, x: Form, **attrs: float | bool) -> Form:
+    """One elementwise op on one tensor, in the result's dtype."""
+    x = cast_to(call, x, call.dtype)
+    out = call.emit(op, x.name, **attrs)
+    return Form(out.name, out.type, x.dims, x.axes)
+
+
+def cast_to(call: Call, x: Form, dtype: str) -> Form:
+    """The tensor in another dtype; the same form when nothing changes."""
+    if x.type.dtype == dtype:
+        return x
+    out = call.emit("cast", x.name, dtype=dtype)
+    return Form(out.name, out.type, x.dims, x.axes, x.scalar)
+
+
+def cast(call: Call) -> Form:
+    """to, _to_copy, type_as: only the dtype matters here."""
+    call.implied("dtype", "device", "other", "layout", "non_blocking", "copy", "memory_format", "pin_memory")
+    return cast_to(call, call.form("self"), call.dtype)
+
+
+def same(call: Call) -> Form:
+    """Ops that change nothing in a traced step: clone, contiguous, alias, detach."""
+    call.implied("memory_format")
+    return call.form("self")
+
+
+def dropout(call: Call) -> Form:
+    """Dropout, which must be off."""
+    call.implied("p")
+    if call.arg("train"):
+        raise call.fail("dropout is on in a model that should be in eval mode")
+    return call.form("input")
+
+
+def binary(op: str) -> Rule:
+    """A rule for an op of two operands, either of which may be a number."""
+    return lambda call: combine(call, op, call.operand("self"), call.operand("other"))
+
+
+def reversed_binary(op: str) -> Rule:
+    """A rule for an op whose operands come in the other order, like rsub."""
+    return lambda call: combine(call, op, call.operand("other"), call.operand("self"))
+
+
+def combine(call: Call, op: str, a: Operand, b: Operand) -> Form:
+    """`op` of two operands that broadcast; a number becomes the attribute `scalar`, a neutral one leaves no op."""
+    a, b = _number(a), _number(b)
+    if isinstance(a, Form) and isinstance(b, Form):
+        return _two(call, op, cast_to(call, a, call.dtype), cast_to(call, b, call.dtype))
+    if isinstance(a, Form):
+        assert not isinstance(b, Form)
+        x = cast_to(call, a, call.dtype).expand(call.dims)
+        return x if b == _NEUTRAL.get(op) else apply(call, op, x, scalar=_finite(call, b))
+    if not isinstance(b, Form):
+        raise call.fail("both operands are numbers")
+    x = cast_to(call, b, call.dtype).expand(call.dims)
+    if a == _NEUTRAL.get(op) and op in ("add", "mul"):
+        return x
+    if op in ("add", "mul"):
+        return apply(call, op, x, scalar=_finite(call, a))
+    if op == "div" and a == 1:
+        return _reciprocal(call, x, "other")
+    return apply(call, op, x, scalar=_finite(call, a), reversed=True)
+
+
+def _number(x: Operand) -> Operand:
+    return x.scalar if isinstance(x, Form) and x.scalar is not None else x
+
+
+def _finite(call: Call, x: int | float) -> int | float:
+    if isinstance(x, float) and (isinf(x) or x != x):
+        raise call.fail(f"{x} as an operand")
+    return x
+
+
+def _two(call: Call, op: str, a: Form, b: Form) -> Form:
+    dims = call.dims
+    a, b = a.expand(dims), b.expand(dims)
+    if op == "mul" and (a.name, a.axes) == (b.name, b.axes):
+        return apply(call, "square", a)
+    order = _common_order(call, a, b)
+    out = call.emit(op, *(arrange(call, x, _tail(x, order)) for x in (a, b)))
+    return placed(out.name, out.type, dims, order)
+
+
+def _common_order(call: Call, a: Form, b: Form) -> list[int]:
+    """The result's stored axes: in the order of the operand that has them all, else tokens first."""
+    wide = max((a, b), key=lambda x: len(x.stored)).stored
+    every = set(a.stored) | set(b.stored)
+    return wide if set(wide) == every else rows_first(call.dims, sorted(every))
+
+
+def _tail(x: Form, order: list[int]) -> list[int]:
+    """`order` without the leading axes that the operand does not have: broadcasting adds those."""
+    first = next((i for i, a in enumerate(order) if x.axes[a] is not None), len(order))
+    return order[first:]
+
+
+def power(call: Call) -> Form:
+    """pow with a number as exponent; the common ones have names."""
+    exponent = call.operand("exponent")
+    if isinstance(exponent, float | int) and exponent in _POWERS:
+        x = call.form("self")
+        return _reciprocal(call, x, "self") if exponent == -1 else apply(call, _POWERS[exponent], x)
+    return combine(call, "pow", call.operand("self"), exponent)
+
+
+def reciprocal(call: Call) -> Form:
+    """1 / x, and 1 / sqrt(x) as one op."""
+    return _reciprocal(call, call.form("self"), "self")
+
+
+def _reciprocal(call: Call, x: Form, argument: str) -> Form:
+    made_by = call.source(argument)
+    if made_by is not None and made_by.target is _SQRT:
+        (inner,) = made_by.all_input_nodes
+        return apply(call, "rsqrt", call.lifted(inner))
+    return apply(call, "reciprocal", x)
+
+
+def gelu(call: Call) -> Form:
+    """gelu, exact or by tanh."""
+    return apply(call, "gelu", call.form("self"), tanh=call.arg("approximate", "none") == "tanh")
+
+
+def clamp(call: Call) -> Form:
+    """clamp to numbers on either side."""
+    x = call.form("self")
+    for name, op in (("min", "maximum"), ("max", "minimum")):
+        bound = call.arg(name)
+        if bound is not None and not isinf(bound):
+            x = apply(call, op, x, scalar=bound)
+    return x

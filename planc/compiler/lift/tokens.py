@@ -1,0 +1,94 @@
+"""Rules of what mixes or numbers tokens, and of values made from nothing: attention, its mask, constants."""
+
+import torch
+
+from planc.compiler.ir.types import DTYPES as NUMPY
+from planc.compiler.lift.call import Call
+from planc.compiler.lift.form import Form, Mask
+from planc.compiler.lift.layout import arrange, placed
+
+# The modes of torch.fx run no kernels, so a constant is made on the CPU whatever device the trace named.
+_CPU = torch.device("cpu")
+
+
+def mask(call: Call) -> Mask:
+    """The mask hook's token: a kind and a size."""
+    call.implied("device")
+    queries, keys = call.arg("queries"), call.arg("keys")
+    if (queries, keys) != ("T", "T"):
+        raise call.fail(f"a mask of {queries} by {keys}, expected one of T by T")
+    return Mask(call.arg("kind"), call.arg("size"))
+
+
+def attention(call: Call) -> Form:
+    """The attention hook's op: heads beside tokens, mask and keywords as attributes."""
+    call.implied("layer")  # layers are numbered by order here, since a module may attend more than once
+    if call.has("bias"):
+        raise call.fail("a position bias that is added to the scores is not supported")
+    kind, window = _mask(call)
+    inputs = [_heads(call, name) for name in ("q", "k", "v")]
+    attrs: dict[str, bool] = {}
+    if call.has("sinks"):
+        sinks = call.form("sinks")
+        inputs.append(arrange(call, sinks, [i for i, d in enumerate(sinks.dims) if d != 1] or [0]))
+        attrs["sinks"] = True
+    out = call.emit(
+        "attention",
+        *inputs,
+        scale=float(call.arg("scale")),
+        kind=kind,
+        window=window,
+        softcap=float(call.arg("softcap")),
+        layer=call.builder.next_layer(),
+        **attrs,
+    )
+    return placed(out.name, out.type, call.dims, (1, 2, 3))
+
+
+def _mask(call: Call) -> tuple[str, int]:
+    found, said = call.mask("mask"), call.arg("window")
+    if not call.arg("causal"):
+        raise call.fail("attention that is not causal")
+    if said and (found.kind, found.size) != ("sliding", said):
+        raise call.fail(f"the keyword says a sliding window of {said}, the mask says {found.kind} {found.size}")
+    return found.kind, found.size
+
+
+def _heads(call: Call, name: str) -> str:
+    """[1, heads, T, D] as [T, heads, D]."""
+    x = call.form(name)
+    if len(x.dims) != 4 or x.dims[0] != 1 or x.dims[2] != "T" or x.axes[2] is None:
+        raise call.fail(f"{name} has shape {x.dims}, expected [1, heads, T, size]")
+    return arrange(call, x, (2, 1, 3))
+
+
+def made(call: Call) -> Form:
+    """full, zeros, ones, scalar_tensor, arange over known sizes: a constant; one number over tokens is expanded."""
+    if call.node.target in (torch.ops.aten.arange.default, torch.ops.aten.arange.start):
+        return _range(call)
+    call.implied("size", "self", "dtype", "layout", "device", "pin_memory", "memory_format")
+    name = str(call.node.target)
+    value = 0 if "zeros" in name else 1 if "ones" in name else call.arg("s" if "scalar_tensor" in name else "fill_value")
+    array = torch.full((), value, dtype=call.node.meta["val"].dtype).numpy().astype(NUMPY[call.dtype])
+    return constant(call, array_of=torch.from_numpy(array)).expand(call.dims)
+
+
+def _range(call: Call) -> Form:
+    call.implied("dtype", "layout", "device", "pin_memory")
+    start, end, step = call.arg("start", 0), call.arg("end"), call.arg("step", 1)
+    if isinstance(end, str) or isinstance(start, str):
+        raise call.fail(
+            "numbers tokens by where they lie in the step; in a batch of sequences only position_ids says where a token is"
+        )
+    dtype = call.node.meta["val"].dtype
+    return constant(call, array_of=torch.arange(start, end, step, dtype=dtype, device=_CPU))
+
+
+def constant(call: Call, array_of: torch.Tensor) -> Form:
+    """The form of a tensor whose values are known."""
+    array = array_of.numpy().astype(NUMPY[call.dtype])
+    value = call.builder.constant(f"{call.path}.const".lstrip("."), array)
+    form = Form.plain(value.name, value.type)
+    if array.size != 1:
+        return form
+    return Form(form.name, form.type, form.dims, form.axes, array.item())

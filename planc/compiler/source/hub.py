@@ -1,0 +1,42 @@
+"""A Hugging Face hub id becomes a local folder with the files that compiling needs, through huggingface_hub and its cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from planc.errors import PlancError
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_FILES = [
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+]
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether a name has the form of a hub id: `name` or `owner/name`."""
+    return _ID.fullmatch(model) is not None
+
+
+def download(model: str, *, revision: str | None, allow_pickle: bool, code: bool) -> Path:
+    """The snapshot's folder; HF_HUB_OFFLINE and HF_HOME hold. PlancError when the hub has no such model or cannot be reached."""
+    from huggingface_hub import snapshot_download
+
+    wanted = _FILES + (["pytorch_model*"] if allow_pickle else []) + (["*.py"] if code else [])
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]))
+    except Exception as e:  # noqa: BLE001 - network, permission, name and cache errors share no base class
+        reason = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__).rstrip(".")
+        raise PlancError(
+            f"{model} is no folder, no .gguf file and no alias here, and the Hugging Face hub gave nothing: {reason}. "
+            "Check the name, the network (HF_HUB_OFFLINE) and, for gated models, `hf auth login`."
+        ) from None

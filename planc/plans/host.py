@@ -1,0 +1,66 @@
+"""What this machine is: in goes nothing, out come its CPU features and the memory that a process may still take."""
+
+import os
+import platform
+from functools import lru_cache
+from pathlib import Path
+
+# ISA level or extra -> the flags of /proc/cpuinfo that it needs (x86-64 psABI levels; AMX and AVX-512 extensions).
+_V3 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave")
+_V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+CPU_FLAGS: dict[str, tuple[str, ...]] = {
+    "portable": (),
+    "x86-64-v3": _V3,
+    "x86-64-v4": _V4,
+    "vnni": ("avx512_vnni",),
+    "bf16": ("avx512_bf16",),
+    "amx": ("amx_tile", "amx_bf16", "amx_int8"),
+}
+
+
+@lru_cache(maxsize=1)
+def cpu_flags() -> frozenset[str]:
+    """Feature flags of this CPU as Linux spells them; empty where /proc/cpuinfo does not tell."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    line = next((row for row in text.splitlines() if row.startswith(("flags", "Features"))), "")
+    return frozenset(line.partition(":")[2].split())
+
+
+def isa_parts(target: str) -> list[str]:
+    """`cpu:x86-64-v4+vnni` -> [`x86-64-v4`, `vnni`]."""
+    return target.partition(":")[2].split("+")
+
+
+def missing_flags(target: str) -> list[str]:
+    """CPU flags that a target such as `cpu:x86-64-v4+vnni` needs and this machine lacks; empty when it runs here."""
+    parts = isa_parts(target)
+    if parts[0] != "portable" and platform.machine() not in ("x86_64", "AMD64"):
+        return ["x86-64"]
+    return [flag for part in parts for flag in CPU_FLAGS.get(part, (part,)) if flag not in cpu_flags()]
+
+
+def available_bytes() -> int:
+    """Bytes that this process may still allocate: the kernel's estimate, or what its cgroup leaves when less."""
+    return min(_meminfo(), _cgroup_left())
+
+
+def _meminfo() -> int:
+    try:
+        rows = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    kib = next(int(r.split()[1]) for r in rows if r.startswith("MemAvailable:"))
+    return kib * 1024
+
+
+def _cgroup_left() -> int:
+    base = Path("/sys/fs/cgroup")
+    try:
+        limit = (base / "memory.max").read_text().strip()
+        used = int((base / "memory.current").read_text())
+    except (OSError, ValueError):
+        return 1 << 62
+    return 1 << 62 if limit == "max" else max(0, int(limit) - used)

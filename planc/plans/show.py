@@ -1,0 +1,116 @@
+"""A plan for people: in goes a plan, out come tables of label and value, and the graph with its equal layers folded."""
+
+import re
+from collections.abc import Iterable
+from itertools import groupby
+
+from planc.plans.schema import Accuracy, Plan
+
+Rows = list[tuple[str, str]]
+_LAYER = re.compile(r"\bl(\d+)\.|\blayers\.(\d+)\.|\bh\.(\d+)\.")
+_OWN = re.compile(r" at 0x[0-9a-f]+|\b(layer|k_offset|v_offset)=\d+")
+
+
+def mib(n: int) -> str:
+    """Bytes as MiB."""
+    return f"{n / 2**20:,.1f} MiB"
+
+
+def summary(plan: Plan) -> dict[str, Rows]:
+    """Sections of (label, value) rows: model, limits, memory, cache, kernels, accuracy, goldens, passes."""
+    return {
+        "Model": _model(plan),
+        "Limits": [(k, f"{v:,}") for k, v in vars(plan.limits).items()],
+        "Memory": _memory(plan),
+        "Kernels": [(k.name, f"x{k.count}") for k in plan.kernels],
+        "Accuracy": accuracy_rows(plan.accuracy),
+        "Goldens": [
+            (repr(g.prompt[:48]), f"{len(g.tokens)} tokens, least margin {min(g.margins):.3f}")
+            if g.margins
+            else (repr(g.prompt[:48]), f"{len(g.tokens)} tokens")
+            for g in plan.goldens
+        ],
+        "Passes": [
+            (p.name, f"{p.matches} of {p.expected}" if p.expected is not None else f"{p.matches}") for p in plan.passes
+        ],
+    }
+
+
+def _model(plan: Plan) -> Rows:
+    m = plan.model
+    return [
+        ("name", m.name),
+        ("architecture", f"{m.architecture} ({m.model_type}), {m.num_layers} layers, {m.num_parameters / 1e6:,.1f} M"),
+        ("fingerprint", m.fingerprint[:16]),
+        ("target", plan.target),
+        ("dtype", f"{plan.options.dtype} weights, {plan.kv.dtype} KV cache in blocks of {plan.kv.block_size}"),
+        ("weights", "packed" if plan.has_weights else "none (built with --weights none)"),
+        ("made with", ", ".join(f"{k} {v}" for k, v in plan.made_with.items())),
+    ]
+
+
+def _memory(plan: Plan) -> Rows:
+    m = plan.memory
+    return [
+        ("weights", mib(m.weights)),
+        ("constants", mib(m.constants)),
+        ("arena", mib(m.arena)),
+        ("KV cache of a token", f"{m.kv_token:,} B"),
+        ("KV cache of all full sequences", mib(m.kv_full)),
+    ]
+
+
+def accuracy_rows(a: Accuracy) -> Rows:
+    """The accuracy section; says so when the build skipped the reference."""
+    if a.mean_kl is None or a.perplexity is None or a.reference_perplexity is None or a.top1_agreement is None:
+        return [("reference", "not measured (--reference none)")]
+    return [
+        ("reference", f"{a.reference}, {a.tokens} tokens"),
+        ("mean KL", f"{a.mean_kl:.3g} nats"),
+        ("top-1 agreement", f"{a.top1_agreement:.2%}"),
+        ("perplexity", f"{a.perplexity:.4g} (reference {a.reference_perplexity:.4g})"),
+    ]
+
+
+def fold_layers(text: str) -> str:
+    """The graph's text with runs of equal layers after the first told in one line."""
+    lines = text.splitlines()
+    out: list[str] = []
+    groups = [(k, list(g)) for k, g in groupby(lines, key=_layer_of)]
+    previous: list[str] | None = None
+    same: list[int] = []
+    for layer, body in groups:
+        spelt = [_normal(line, layer) for line in body] if layer is not None else None
+        if spelt is not None and spelt == previous:
+            same.append(layer or 0)
+            continue
+        out += _told(same)
+        same, previous = [], spelt
+        out += body
+    return "\n".join([*out, *_told(same)]) + "\n"
+
+
+def _told(same: list[int]) -> list[str]:
+    if not same:
+        return []
+    span = f"layer {same[0]}" if len(same) == 1 else f"layers {same[0]}..{same[-1]}"
+    return [f"  ... {span}: the same as the layer above"]
+
+
+def _layer_of(line: str) -> int | None:
+    loc = line.rpartition("  # ")[2] if "  # " in line else line
+    found = _LAYER.search(loc if "  # " in line else line.split("=")[0])
+    return int(next(g for g in found.groups() if g)) if found else None
+
+
+def _normal(line: str, layer: int | None) -> str:
+    """The line with its layer's number made relative and its addresses and offsets left out."""
+    relative = _LAYER.sub(lambda m: f"L{int(next(g for g in m.groups() if g)) - (layer or 0)}.", line)
+    return _OWN.sub("", relative)
+
+
+def lines(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Rows as aligned plain lines."""
+    table = list(rows)
+    width = max((len(label) for label, _ in table), default=0)
+    return [f"  {label:<{width}}  {value}" for label, value in table]

@@ -1,0 +1,150 @@
+"""The CPU executor: a plan directory and a number of KV blocks go in, logits of packed steps come out.
+
+It holds the plan's shared library (one C call a step, GIL released), its weights mapped read-only, and anonymous
+memory for activations and the KV cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planc.errors import PlancError
+from planc.plans.host import missing_flags
+from planc.plans.schema import Plan
+from planc.runtime.batch import Batch, Int32
+from planc.runtime.weights import MappedWeights, addresses
+
+
+class _CBatch(ctypes.Structure):
+    """planc_batch of the plan's C API."""
+
+    _fields_ = (
+        ("num_tokens", ctypes.c_int32),
+        ("num_seqs", ctypes.c_int32),
+        ("num_rows", ctypes.c_int32),
+        ("table_stride", ctypes.c_int32),
+        ("ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("page_table", ctypes.c_void_p),
+        ("query_start", ctypes.c_void_p),
+        ("logit_rows", ctypes.c_void_p),
+    )
+
+
+class CpuExecutor:
+    """Runs a plan's program. Raises PlancError when this CPU lacks the plan's ISA or a file is missing or corrupt."""
+
+    def __init__(self, root: Path, plan: Plan, num_blocks: int, num_threads: int) -> None:
+        _check_target(plan.target)
+        if not plan.weight_files:
+            raise PlancError(f"{root}: the plan has no weights; build it with --weights pack to serve it.")
+        self.num_blocks = num_blocks
+        self.block_size = plan.kv.block_size
+        self.vocab_size = plan.limits.vocab_size
+        self._handle: int | None = None
+        self._library = _load_library(root / plan.program.library)
+        self._weights = [MappedWeights(root / name) for name in plan.weight_files]
+        self._arena = _anonymous(plan.program.arena_bytes, "activations")
+        self._kv = _anonymous(num_blocks * plan.kv.page_bytes, "the KV cache")
+        self._logits = _logits_view(self._arena, plan)
+        self._handle = self._open(plan.program.weights, num_threads)
+
+    def step(self, batch: Batch) -> NDArray[np.float32]:
+        """Run one step; logits [R, vocab_size], overwritten by the next one."""
+        if self._handle is None:
+            raise PlancError("the executor is closed")
+        table = batch.page_table
+        c_batch = _CBatch(len(batch.ids), len(table), len(batch.logit_rows), table.strides[0] // table.itemsize)
+        for name in ("ids", "positions", "slots", "page_table", "query_start", "logit_rows"):
+            setattr(c_batch, name, _pointer(getattr(batch, name)))
+        code = self._library.planc_step(self._handle, ctypes.byref(c_batch))
+        if code != 0:
+            raise PlancError(f"the model step returned {code} ({len(batch.ids)} tokens of {len(table)} sequences)")
+        return self._logits[: len(batch.logit_rows)]
+
+    def close(self) -> None:
+        """End the thread pool."""
+        if self._handle is not None:
+            self._library.planc_close(self._handle)
+            self._handle = None
+
+    def _open(self, names: tuple[str, ...], num_threads: int) -> int:
+        found = addresses(self._weights, names)
+        table = (ctypes.c_void_p * len(found))(*found)
+        arena, kv = _address(self._arena), _address(self._kv)
+        handle: int | None = self._library.planc_open(table, len(found), arena, kv, num_threads)
+        if not handle:
+            raise PlancError(f"the plan's program did not open with {num_threads} threads; try fewer with --threads")
+        return handle
+
+
+def kv_blocks(plan: Plan, memory: int, max_num_seqs: int) -> int:
+    """Blocks of the KV cache that `memory` bytes hold, no more than max_num_seqs full sequences need."""
+    per_seq = -(-plan.limits.max_model_len // plan.kv.block_size)
+    blocks = min(memory // plan.kv.page_bytes, max_num_seqs * per_seq)
+    if blocks < 1:
+        raise PlancError(
+            f"the KV cache has {max(memory, 0)} bytes and needs at least {plan.kv.page_bytes}, for one block of "
+            f"{plan.kv.block_size} tokens; free memory, or raise --kv-cache-memory-bytes or --memory-utilization"
+        )
+    return blocks
+
+
+def _check_target(target: str) -> None:
+    if not target.startswith("cpu:"):
+        raise PlancError(f"the plan is for {target}; this runtime serves cpu targets. Build one with --target cpu.")
+    missing = missing_flags(target)
+    if missing:
+        raise PlancError(
+            f"the plan is for {target}, but this CPU lacks {', '.join(missing)}. Build it here with --target cpu."
+        )
+
+
+def _load_library(path: Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(path.resolve()))
+        library.planc_open.restype = ctypes.c_void_p
+        pointer, number = ctypes.c_void_p, ctypes.c_int32
+        library.planc_open.argtypes = (pointer, number, pointer, pointer, number)
+        library.planc_step.restype = ctypes.c_int
+        library.planc_step.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        library.planc_close.restype = None
+        library.planc_close.argtypes = (ctypes.c_void_p,)
+    except (OSError, AttributeError) as e:
+        raise PlancError(f"{path}: the plan's program cannot be loaded ({e}). Rebuild the plan.") from e
+    return library
+
+
+def _anonymous(size: int, what: str) -> mmap.mmap:
+    """Zeroed private memory, page-aligned, in huge pages where the kernel gives them; untouched pages cost nothing."""
+    try:
+        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as e:
+        raise PlancError(f"{size} bytes for {what} cannot be had ({e}); lower --kv-cache-memory-bytes") from e
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel built without huge pages
+            return memory
+    return memory
+
+
+def _logits_view(arena: mmap.mmap, plan: Plan) -> NDArray[np.float32]:
+    limits = plan.limits
+    count = limits.max_num_seqs * limits.vocab_size
+    flat = np.frombuffer(arena, np.float32, count=count, offset=plan.program.logits_offset)
+    return flat.reshape(limits.max_num_seqs, limits.vocab_size)
+
+
+def _address(memory: mmap.mmap) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+def _pointer(values: Int32) -> int:
+    return int(values.ctypes.data)

@@ -1,0 +1,123 @@
+"""Sample rows of every op: in goes an op's name, out come attributes and input arrays with their types."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from planc.compiler.ir.packing import pack
+from planc.compiler.ir.quant import SCHEMES
+from planc.compiler.ir.refs import BINARY, REDUCE, UNARY
+from planc.compiler.ir.types import Attr, TensorType, dtype_name
+
+RNG = np.random.default_rng(0)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an op. `token` marks the inputs whose first axis is the token axis."""
+
+    op: str
+    args: tuple[np.ndarray, ...]
+    attrs: dict[str, Attr] = field(default_factory=dict)
+    tokens: tuple[bool, ...] = ()
+    layouts: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...] | None, ...] = ()
+
+    def types(self) -> list[TensorType]:
+        out = []
+        for i, a in enumerate(self.args):
+            shape = self.shapes[i] if i < len(self.shapes) and self.shapes[i] else a.shape
+            layout = self.layouts[i] if i < len(self.layouts) else "row"
+            token = self.tokens[i] if i < len(self.tokens) else False
+            out.append(TensorType(dtype_name(a.dtype), ("T", *shape[1:]) if token else shape, layout))
+        return out
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def positive(*shape: int) -> np.ndarray:
+    return RNG.uniform(0.5, 2.0, shape).astype(np.float32)
+
+
+def samples() -> Iterator[Sample]:
+    x, y = normal(5, 3, 8), normal(5, 3, 8)
+    ids = np.array([3, 0, 6, 6, 2], np.int32)
+    for name in UNARY:
+        yield Sample(name, (positive(5, 8) if name in ("log", "sqrt", "rsqrt") else normal(5, 8),), tokens=(True,))
+    for name in BINARY:
+        a = positive(5, 3, 8)
+        yield Sample(name, (a, y), tokens=(True, True))
+        yield Sample(name, (a, normal(8)), tokens=(True, False))
+        yield Sample(name, (a, normal(5, 1, 8)), tokens=(True, True))
+        yield Sample(name, (a,), {"scalar": 1.5}, tokens=(True,))
+        yield Sample(name, (a,), {"scalar": 1.5, "reversed": True}, tokens=(True,))
+    for name in REDUCE:
+        yield Sample(name, (x,), tokens=(True,))
+    yield Sample("gelu", (x,), {"tanh": True}, tokens=(True,))
+    yield Sample("gelu", (x,), {"tanh": False}, tokens=(True,))
+    yield Sample("cast", (ids,), {"dtype": "f32"}, tokens=(True,))
+    yield Sample("cast", (x,), {"dtype": "bf16"}, tokens=(True,))
+    yield Sample("reshape", (x,), {"shape": (-1, 4, 6)}, tokens=(True,))
+    yield Sample("reshape", (normal(4, 6),), {"shape": (3, 8)})
+    yield Sample("transpose", (x,), {"perm": (0, 2, 1)}, tokens=(True,))
+    yield Sample("transpose", (normal(4, 6),), {"perm": (1, 0)})
+    yield Sample("slice", (x,), {"axis": 2, "start": 2, "stop": 7}, tokens=(True,))
+    yield Sample("slice", (normal(4, 6),), {"axis": 0, "start": 1, "stop": 3})
+    yield Sample("concat", (x, y), {"axis": 2}, tokens=(True, True))
+    yield Sample("concat", (normal(4, 6), normal(2, 6)), {"axis": 0})
+    yield Sample("copy", (x,), tokens=(True,))
+    yield Sample("take_rows", (x, np.array([4, 1], np.int32)), tokens=(True, False))
+    yield Sample("embedding", (normal(7, 8), ids), tokens=(False, True))
+    yield Sample("linear", (normal(5, 8), normal(6, 8)), tokens=(True, False))
+    yield Sample("linear", (normal(5, 8), normal(6, 8), normal(6)), {"bias": True}, tokens=(True, False, False))
+    yield from _packed(ids)
+    yield Sample("rms_norm", (x, normal(8)), {"eps": 1e-5}, tokens=(True,))
+    yield Sample("rms_norm", (x,), {"eps": 1e-5}, tokens=(True,))
+    yield Sample("layer_norm", (x, normal(8), normal(8)), {"eps": 1e-5, "bias": True}, tokens=(True,))
+    yield Sample("layer_norm", (x, normal(8)), {"eps": 1e-5}, tokens=(True,))
+    yield Sample("layer_norm", (x,), {"eps": 1e-5}, tokens=(True,))
+    yield Sample("add_rms_norm", (x, y, normal(8)), {"eps": 1e-5}, tokens=(True, True))
+    layer = (x, y, normal(8), normal(8))
+    yield Sample("add_layer_norm", layer, {"eps": 1e-5, "bias": True}, tokens=(True, True))
+    for act in ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh", "relu2"):
+        yield Sample("act_mul", (x, y), {"act": act}, tokens=(True, True))
+    yield from _rotary(ids)
+    yield from _attention()
+
+
+def _packed(ids: np.ndarray) -> Iterator[Sample]:
+    w = normal(70, 9)
+    packed, shapes = pack(w, "n64"), (None, (70, 9))
+    yield Sample("linear", (normal(5, 9), packed), {}, (True, False), ("row", "n64"), shapes)
+    yield Sample("embedding", (packed, ids), {}, (False, True), ("n64",), ((70, 9),))
+    scheme = SCHEMES["int8"]
+    q, s = scheme.part(w, "q"), scheme.part(w, "s")
+    attrs: dict[str, Attr] = {"scheme": "int8"}
+    yield Sample("qlinear", (normal(5, 9), q, s), attrs, (True, False, False))
+    yield Sample("qlinear", (normal(5, 9), q, s, normal(70)), {**attrs, "bias": True}, (True, False, False, False))
+    yield Sample("qembedding", (q, s, ids), attrs, (False, False, True))
+
+
+def _rotary(ids: np.ndarray) -> Iterator[Sample]:
+    for half, interleaved in ((4, False), (4, True), (3, False), (3, True)):
+        args = (normal(5, 2, 8), normal(9, half), normal(9, half), ids)
+        yield Sample("rotary", args, {"interleaved": interleaved}, (True, False, False, True))
+
+
+MASKS: list[dict[str, Attr]] = [
+    {"kind": "causal", "window": 0},
+    {"kind": "sliding", "window": 3},
+    {"kind": "chunked", "window": 4},
+]
+
+
+def _attention() -> Iterator[Sample]:
+    for mask in MASKS:
+        for cap in (0.0, 5.0):
+            attrs: dict[str, Attr] = {"scale": 0.3, "softcap": cap, "layer": 0, **mask}
+            qkv = (normal(9, 6, 8), normal(9, 2, 8), normal(9, 2, 5))
+            yield Sample("attention", qkv, attrs, (True, True, True))
+            yield Sample("attention", (*qkv, normal(6)), {**attrs, "sinks": True}, (True, True, True, False))

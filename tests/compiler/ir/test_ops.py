@@ -1,0 +1,145 @@
+"""Op references against torch in float64, and inferred types against what the references make."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from samples import Sample, samples
+
+from planc.compiler.ir.ops import OPS
+from planc.compiler.ir.packing import unpack
+from planc.compiler.ir.types import PACKED, dtype_name
+
+ALL = list(samples())
+CACHE_OPS = {"kv_append", "paged_attention"}  # tested in test_paged.py against attention
+
+
+def run(s: Sample) -> tuple[np.ndarray, ...]:
+    return OPS[s.op].ref(s.attrs, s.args, s.types())
+
+
+def wide(a: np.ndarray) -> torch.Tensor:
+    if a.dtype.kind in "iu":
+        return torch.from_numpy(a.astype(np.int64))
+    return torch.from_numpy(a.astype(np.float64))
+
+
+def test_every_op_has_a_sample() -> None:
+    assert {s.op for s in ALL} | CACHE_OPS == set(OPS)
+
+
+@pytest.mark.parametrize("s", ALL, ids=lambda s: s.op)
+def test_inferred_type_is_that_of_the_result(s: Sample) -> None:
+    made = run(s)
+    types = OPS[s.op].infer(s.attrs, s.types())
+    assert len(made) == len(types)
+    for array, t in zip(made, types, strict=True):
+        assert dtype_name(array.dtype) == t.dtype
+        assert array.shape == tuple(n if isinstance(d, str) else d for d, n in zip(t.shape, array.shape, strict=True))
+
+
+@pytest.mark.parametrize("s", ALL, ids=lambda s: s.op)
+def test_reference_equals_torch(s: Sample) -> None:
+    want = expected(s)
+    for array, t in zip(run(s), want, strict=True):
+        np.testing.assert_allclose(array.astype(np.float64), t.to(torch.float64).numpy(), rtol=2e-6, atol=2e-6)
+
+
+def expected(s: Sample) -> tuple[torch.Tensor, ...]:
+    """What torch makes of the sample, in float64."""
+    args = [wide(_logical(a, t)) for a, t in zip(s.args, s.types(), strict=True)]
+    if s.op in SPECIAL:
+        out = SPECIAL[s.op](s, *args)
+        return out if isinstance(out, tuple) else (out,)
+    if "scalar" in s.attrs:
+        pair = [args[0], torch.tensor(s.attrs["scalar"], dtype=torch.float64)]
+        args = pair[::-1] if s.attrs.get("reversed") else pair
+    return (TORCH[s.op](*args),)
+
+
+def _logical(a, t):
+    return unpack(a, *t.shape, t.layout) if t.layout in PACKED else a
+
+
+def _norm(name):
+    def call(s, x, *params):
+        total = None
+        if name.startswith("add"):
+            x, params = x + params[0], params[1:]
+            total = x
+        if name.endswith("rms_norm"):
+            out = F.rms_norm(x, x.shape[-1:], params[0] if params else None, s.attrs["eps"])
+        else:
+            out = F.layer_norm(x, x.shape[-1:], *params, eps=s.attrs["eps"])
+        return out if total is None else (out, total)
+
+    return call
+
+
+ACT = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "relu2": lambda x: F.relu(x) ** 2,
+}
+
+
+def _rotary(s, x, cos, sin, positions):
+    half = cos.shape[1]
+    rot, rest = x[..., : 2 * half], x[..., 2 * half :]
+    pairs = rot.reshape(*rot.shape[:-1], half, 2) if s.attrs["interleaved"] else rot.unflatten(-1, (2, half)).mT
+    z = torch.view_as_complex(pairs.contiguous())
+    turned = torch.view_as_real(z * torch.complex(cos, sin)[positions][:, None])
+    flat = turned.flatten(-2) if s.attrs["interleaved"] else turned.mT.flatten(-2)
+    return torch.cat([flat, rest], -1)
+
+
+def _attention(s, q, k, v, sinks=None):
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (t.transpose(0, 1) for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+    scores = q @ k.mT * s.attrs["scale"]
+    if s.attrs["softcap"]:
+        scores = s.attrs["softcap"] * torch.tanh(scores / s.attrs["softcap"])
+    i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])[None]
+    seen = {
+        "causal": j <= i,
+        "sliding": (j <= i) & (i - j < max(1, s.attrs["window"])),
+        "chunked": (j <= i) & (i // max(1, s.attrs["window"]) == j // max(1, s.attrs["window"])),
+    }[s.attrs["kind"]]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, q.shape[1], 1)], -1)
+    p = scores.softmax(-1)[..., : k.shape[1]]
+    return (p @ v).transpose(0, 1)
+
+
+SPECIAL = {
+    "gelu": lambda s, x: F.gelu(x, approximate="tanh" if s.attrs["tanh"] else "none"),
+    "cast": lambda s, x: x.to(torch.bfloat16) if s.attrs["dtype"] == "bf16" else x,
+    "reshape": lambda s, x: x.reshape(s.attrs["shape"]),
+    "transpose": lambda s, x: x.permute(s.attrs["perm"]),
+    "slice": lambda s, x: x.narrow(s.attrs["axis"], s.attrs["start"], s.attrs["stop"] - s.attrs["start"]),
+    "concat": lambda s, *xs: torch.cat(xs, s.attrs["axis"]),
+    "copy": lambda s, x: x,
+    "take_rows": lambda s, x, i: x[i],
+    "embedding": lambda s, w, i: F.embedding(i, w),
+    "qembedding": lambda s, q, scale, i: F.embedding(i, q * scale[:, None]),
+    "linear": lambda s, x, w, *b: F.linear(x, w, *b),
+    "qlinear": lambda s, x, q, scale, *b: F.linear(x, q * scale[:, None], *b),
+    "act_mul": lambda s, g, u: ACT[s.attrs["act"]](g) * u,
+    "rotary": _rotary,
+    "attention": _attention,
+    **{n: _norm(n) for n in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")},
+}
+TORCH = {
+    "neg": torch.neg, "abs": torch.abs, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt, "reciprocal": torch.reciprocal, "square": torch.square, "cos": torch.cos, "sin": torch.sin,
+    "tanh": torch.tanh, "erf": torch.erf, "sigmoid": torch.sigmoid, "silu": F.silu, "relu": F.relu,
+    "softplus": F.softplus, "floor": torch.floor, "add": torch.add, "sub": torch.sub, "mul": torch.mul,
+    "div": torch.div, "pow": torch.pow, "maximum": torch.maximum, "minimum": torch.minimum,
+    "mean": lambda x: x.mean(-1, keepdim=True), "sum": lambda x: x.sum(-1, keepdim=True),
+    "amax": lambda x: x.amax(-1, keepdim=True),
+}  # fmt: skip
