@@ -2,8 +2,8 @@
 
     folder = tiny("qwen2", tmp_path, num_hidden_layers=3)
 
-Every parameter is non-trivial, norms and biases too, so that a dropped bias or a skipped norm changes the logits. Sizes are not
-multiples of 64, so that padding is exercised.
+Every parameter is non-trivial, norms and biases too, so that a dropped bias or a skipped norm changes the logits. Sizes
+are not multiples of 64, so that padding is exercised.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def tiny(
 ) -> Path:
     """Write a tiny random model of `arch` (a transformers model type) below `path` and return its folder.
 
-    `dtype` is a torch dtype's name, the storage type of the weights; `max_shard_size` as in save_pretrained ("20KB" makes shards);
-    `overrides` are config fields. The same arguments give the same bytes.
+    `dtype` is a torch dtype's name, the storage type of the weights; `max_shard_size` as in save_pretrained ("20KB"
+    makes shards); `overrides` are config fields. The same arguments give the same bytes.
     """
     import torch
 
@@ -102,7 +102,9 @@ def config_of(arch: str, **overrides: Any) -> PretrainedConfig:
 
 
 def random_model(config: PretrainedConfig, seed: int = 0) -> nn.Module:
-    """A float32 causal language model in eval mode whose every parameter is random: matrices keep unit gain, vectors vary by 0.2."""
+    """A float32 causal language model in eval mode whose every parameter is random: matrices keep unit gain, vectors
+    vary by 0.2.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -126,7 +128,9 @@ def _spread(name: str, parameter: Any, noise: Any) -> Any:
 
 
 def small_tokenizer(*, chat_template: bool = True) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer: 3 special tokens, 256 bytes and a few English merges; round trips any text; adds <bos>."""
+    """A byte-level BPE tokenizer: 3 special tokens, 256 bytes and a few English merges; round trips any text; adds
+    <bos>.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -147,7 +151,8 @@ def small_tokenizer(*, chat_template: bool = True) -> PreTrainedTokenizerFast:
 
 
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}{{ eos_token }}{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}"
+    "[{{ message['role'] }}] {{ message['content'] }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 
@@ -155,6 +160,16 @@ CHAT_TEMPLATE = (
 def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
     from tokenizers import pre_tokenizers
 
-    merges = [("Ġ", "t"), ("h", "e"), ("i", "n"), ("r", "e"), ("Ġt", "he"), ("Ġ", "a"), ("o", "n"), ("e", "r"), ("in", "g")]
+    merges = [
+        ("Ġ", "t"),
+        ("h", "e"),
+        ("i", "n"),
+        ("r", "e"),
+        ("Ġt", "he"),
+        ("Ġ", "a"),
+        ("o", "n"),
+        ("e", "r"),
+        ("in", "g"),
+    ]
     pieces = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)]
     return {piece: index for index, piece in enumerate(pieces)}, merges

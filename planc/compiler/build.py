@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import planc
 from planc.codegen import cpu as codegen
-from planc.codegen.target import Target, host_target, parse_target
+from planc.codegen import target as targets
+from planc.codegen.target import Target
 from planc.compiler import accuracy, weights
 from planc.compiler.ir.graph import Graph
 from planc.compiler.ir.text import to_text
@@ -89,7 +90,7 @@ def _check_request(request: BuildRequest) -> Target:
         )
     if request.block_size % 16 or not 16 <= request.block_size <= 256:
         raise UsageError(f"--block-size must be a multiple of 16 from 16 to 256, got {request.block_size}.")
-    return parse_target(request.target)
+    return targets.parse(request.target)
 
 
 def _options(request: BuildRequest, config: "PretrainedConfig", target: Target) -> Options:
@@ -267,7 +268,7 @@ def _measure(
     with tempfile.TemporaryDirectory(prefix="planc-") as scratch:
         runnable, home, on = plan, root, options.target
         if missing_flags(plan.target):
-            on = host_target()
+            on = targets.host()
             codegen.build_library(
                 graph, on, Path(scratch) / "kernels", progress=progress.counter("kernels for this CPU")
             )

@@ -1,4 +1,4 @@
-"""A model's tokenizer, chat template and generation defaults become plain JSON files that the runtime reads without transformers."""
+"""A model's tokenizer, chat template and generation defaults become files that need no transformers to read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from planc.errors import PlancError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# llama.cpp's pre-tokenizers, src/llama-vocab.cpp. These isolate digits and then split like GPT-2; transformers has no entry for them.
+# llama.cpp's pre-tokenizers, src/llama-vocab.cpp. These isolate digits, then split like GPT-2; transformers lacks them.
 _DIGITS_THEN_GPT2 = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 _GPT2 = {"gpt-2", "gpt2", "default", "phi-2", "mpt", "olmo", "jais", "jina-es", "jina-de", "mellum", "trillion"}
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -23,11 +23,12 @@ _MAX_LENGTH = 1 << 40
 
 
 def save_tokenizer(source: ModelSource, out_dir: Path) -> None:
-    """Writes tokenizer.json, tokenizer_config.json, generation_config.json and, if the model has one, chat_template.jinja.
+    """Writes tokenizer.json, tokenizer_config.json, generation_config.json and, if the model has one,
+    chat_template.jinja.
 
-    tokenizer_config.json holds the special tokens' texts, add_bos_token and add_eos_token as encoding was seen to behave, and
-    model_max_length if there is one. The same model gives the same bytes. PlancError when there is no tokenizer or it is not of the
-    `tokenizers` kind.
+    tokenizer_config.json holds the special tokens' texts, add_bos_token and add_eos_token as encoding was seen to
+    behave, and model_max_length if there is one. The same model gives the same bytes. PlancError when there is no
+    tokenizer or it is not of the `tokenizers` kind.
     """
     tokenizer = load_tokenizer(source)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -56,14 +57,20 @@ def _from_folder(source: ModelSource) -> PreTrainedTokenizerFast:
             source.path, local_files_only=True, trust_remote_code=source.trust_remote_code
         )
     except Exception as e:  # noqa: BLE001 - tokenizers raises bare Exception for a damaged tokenizer.json
-        raise PlancError(f"{source.path} has no tokenizer that can be loaded: {first_line(e)} Fetch tokenizer.json.") from None
+        raise PlancError(
+            f"{source.path} has no tokenizer that can be loaded: {first_line(e)} Fetch tokenizer.json."
+        ) from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise PlancError(f"{source.path}: {type(tokenizer).__name__} has no tokenizer.json form. Convert it to a fast tokenizer.")
+        raise PlancError(
+            f"{source.path}: {type(tokenizer).__name__} has no tokenizer.json form. Convert it to a fast tokenizer."
+        )
     return tokenizer
 
 
 def _from_gguf(source: GGUFSource) -> PreTrainedTokenizerFast:
-    """By the functions under AutoTokenizer(gguf_file=), which itself would first parse the whole vocabulary slowly for a config."""
+    """By the functions under AutoTokenizer(gguf_file=), which itself would first parse the whole vocabulary slowly for
+    a config.
+    """
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
@@ -77,7 +84,9 @@ def _from_gguf(source: GGUFSource) -> PreTrainedTokenizerFast:
 
 
 def _repair_split(source: GGUFSource, backend: Any, vocabulary: dict[str, Any]) -> None:
-    """Byte-level tokenizers split text before merging; a wrong split gives wrong tokens in silence, so unknown ones are refused."""
+    """Byte-level tokenizers split text before merging; a wrong split gives wrong tokens in silence, so unknown ones are
+    refused.
+    """
     from tokenizers import pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 

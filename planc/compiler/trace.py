@@ -2,7 +2,7 @@
 
 import inspect
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -50,14 +50,19 @@ class _Step(nn.Module):
         return logits
 
 
-def trace(config: PretrainedConfig, *, tokens: int = 9) -> Traced:
+def trace(
+    config: PretrainedConfig, *, tokens: int = 9, prepare: Callable[[PreTrainedModel], None] | None = None
+) -> Traced:
     """The graph of the config's causal language model in float32, over T tokens and R wanted rows.
 
-    Raises PlancError when the model cannot be built or exported, naming the exception, the module path and the source
+    `prepare` gets the model on the meta device before it is traced: the place to untie parameters that the checkpoint
+    holds apart. Raises PlancError when the model cannot be built or exported, naming the exception, the module path and the source
     line, and when the graph would hold for some token counts only.
     """
     with hooks.installed() as implementation:
         model = build(config, implementation)
+        if prepare is not None:
+            prepare(model)
         values = real_buffers(model)
         program = _functional(_export(_Step(model), tokens))
     _check_dynamic(program)

@@ -36,18 +36,23 @@ def _sigmoid(x: Array) -> Array:
     return np.asarray(1.0 / (1.0 + np.exp(-np.clip(wide, -700, 700))), x.dtype)
 
 
+def _wide(fn: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """The function in float64, rounded once: tables made from it are then the same bytes on every machine."""
+    return lambda x: np.asarray(fn(x.astype(np.float64)), x.dtype)
+
+
 UNARY: Mapping[str, Callable[[Array], Array]] = {
     "neg": np.negative,
     "abs": np.abs,
-    "exp": np.exp,
-    "log": np.log,
+    "exp": _wide(np.exp),
+    "log": _wide(np.log),
     "sqrt": np.sqrt,
     "rsqrt": lambda x: np.asarray(1.0 / np.sqrt(x), x.dtype),
     "reciprocal": lambda x: np.asarray(1.0 / x, x.dtype),
     "square": np.square,
-    "cos": np.cos,
-    "sin": np.sin,
-    "tanh": np.tanh,
+    "cos": _wide(np.cos),
+    "sin": _wide(np.sin),
+    "tanh": _wide(np.tanh),
     "erf": lambda x: _verf(x).astype(x.dtype),
     "sigmoid": _sigmoid,
     "silu": lambda x: x * _sigmoid(x),

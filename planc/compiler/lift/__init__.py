@@ -54,7 +54,7 @@ def lift(traced: Traced, tensors: Tensors, names: Mapping[str, str]) -> Lifted:
     assert output is not None
     graph = builder.graph(traced.name, output)
     _conserve(traced, graph, tensors, names)
-    return Lifted(graph, builder.constants_of(graph))
+    return Lifted(graph, graph.constants)
 
 
 def _placeholder(

@@ -1,14 +1,14 @@
 """The graph under construction: in go ops on values by name, out come typed values, weights with recipes, and the graph."""
 
-import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from planc.compiler.ir.graph import Graph, Node, Value, Weight
 from planc.compiler.ir.ops import OPS
-from planc.compiler.ir.recipe import Recipe, const, infer, step
-from planc.compiler.ir.types import Attr, TensorType, dtype_name
+from planc.compiler.ir.recipe import Recipe, constant, infer, step
+from planc.compiler.ir.types import Attr, TensorType
 
 # Ops that only move bytes: on weights alone they become recipe steps, so no step of the model runs them.
 MOVES = frozenset({"reshape", "transpose", "slice", "concat", "copy"})
@@ -56,11 +56,9 @@ class Builder:
 
     def constant(self, name: str, array: np.ndarray) -> Value:
         """A weight that the compiler computed: its recipe names the digest of its bytes, dtype and shape."""
-        array = np.ascontiguousarray(array).reshape(array.shape)
-        head = f"{array.dtype}{array.shape}".encode()
-        digest = hashlib.sha256(head + array.tobytes()).hexdigest()[:16]
-        self._constants[digest] = array
-        return self.weight(name, const(digest, dtype_name(array.dtype), array.shape))
+        recipe, entry = constant(array)
+        self._constants |= entry
+        return self.weight(name, recipe)
 
     def next_layer(self) -> int:
         """0, 1, 2 ...: one number for each attention op, in order."""
@@ -72,12 +70,9 @@ class Builder:
         nodes = tuple(_renamed(n, output, "logits") for n in self._nodes)
         weights = tuple(Weight(v, r) for r, v in self._weights.items())
         cache = Value("kv", TensorType("u8", ("P", 0)))
-        return Graph(name, (*INPUTS, cache), weights, nodes, ("logits",)).without_dead()
-
-    def constants_of(self, graph: Graph) -> dict[str, np.ndarray]:
-        """The arrays of the graph's `const` recipes, by digest."""
-        leaves = (leaf for w in graph.weights for leaf in w.recipe.leaves() if leaf.op == "const")
-        return {str(leaf.get("digest")): self._constants[str(leaf.get("digest"))] for leaf in leaves}
+        graph = Graph(name, (*INPUTS, cache), weights, nodes, ("logits",)).without_dead()
+        leaves = {str(r.get("digest")) for w in graph.weights for r in w.recipe.leaves() if r.op == "const"}
+        return replace(graph, constants={k: v for k, v in self._constants.items() if k in leaves})
 
     def _unique(self, name: str) -> str:
         count = self._counts[name] = self._counts.get(name, name in self.types) + 1

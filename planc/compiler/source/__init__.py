@@ -19,7 +19,8 @@ def open_source(
 ) -> ModelSource:
     """Opens a model by folder, .gguf file, alias or Hugging Face hub id (tried in the order alias, path, hub).
 
-    `revision` is the hub's branch, tag or commit. Only headers are read. PlancError says what is missing or damaged, and the next step.
+    `revision` is the hub's branch, tag or commit. Only headers are read. PlancError says what is missing or damaged,
+    and the next step.
     """
     path = Path(model).expanduser()
     if model in ALIASES:
@@ -29,14 +30,18 @@ def open_source(
     if path.is_dir():
         return FolderSource(path, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
     if not is_hub_id(model):
-        raise PlancError(f"{model} does not exist. Give a model folder, a .gguf file, a hub id or one of {', '.join(ALIASES)}.")
+        raise PlancError(
+            f"{model} does not exist. Give a model folder, a .gguf file, a hub id or one of {', '.join(ALIASES)}."
+        )
     folder = download(model, revision=revision, allow_pickle=allow_pickle, code=trust_remote_code)
     return FolderSource(folder, name=model, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
 
 
 def _open_file(path: Path) -> ModelSource:
     if path.suffix != ".gguf":
-        raise PlancError(f"{path} is a file; expected a model folder or a .gguf file. Give the folder that holds config.json.")
+        raise PlancError(
+            f"{path} is a file; expected a model folder or a .gguf file. Give the folder that holds config.json."
+        )
     if not path.is_file():
         raise PlancError(f"{path} does not exist. Check the path of the .gguf file.")
     return _gguf(path, path.stem)

@@ -59,14 +59,18 @@ def locate(name: str) -> Path:
 
 
 def join(parts: Iterable[Path], target: Path, digest: str | None) -> None:
-    """Concatenates files into `target` by way of a temporary file, so that it is whole or absent; PlancError on a wrong sha256."""
+    """Concatenates files into `target` by way of a temporary file, so that it is whole or absent; PlancError on a wrong
+    sha256.
+    """
     temporary = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         found = _copy(parts, handle)
         if digest is not None and found != digest:
-            raise PlancError(f"{target.name}: the joined parts have sha256 {found}, {digest} was expected. Reinstall the wheels.")
+            raise PlancError(
+                f"{target.name}: the joined parts have sha256 {found}, {digest} was expected. Reinstall the wheels."
+            )
         os.replace(temporary, target)
         temporary = None
     except OSError as e:
@@ -94,7 +98,9 @@ def _wheel_file(name: str, alias: Alias, package: str, file: str) -> Path:
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (path := Path(folder, file)).is_file():
             return path
-    raise PlancError(f"model {name} needs {package}/{file}, which is not installed. Run: pip install {' '.join(alias.wheels)}")
+    raise PlancError(
+        f"model {name} needs {package}/{file}, which is not installed. Run: pip install {' '.join(alias.wheels)}"
+    )
 
 
 def _expected_digest(name: str, alias: Alias, file: str) -> str | None:

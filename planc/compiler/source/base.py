@@ -1,4 +1,4 @@
-"""What every checkpoint format offers the compiler: a config, a table of tensors, and the bytes of one tensor at a time."""
+"""What every checkpoint format offers: a config, a table of tensors, and the bytes of one tensor at a time."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class ModelSource(ABC):
 
     @abstractmethod
     def read(self, name: str) -> np.ndarray[Any, Any]:
-        """One tensor as a fresh, writable, C-contiguous array of its info's dtype and shape; bf16 is ml_dtypes.bfloat16.
+        """One tensor as a fresh, writable, C-contiguous array of its info's dtype and shape; bf16 is
+        ml_dtypes.bfloat16.
 
         Memory: the tensor, plus a few MiB. PlancError when the file ends early or the name is unknown.
         """
@@ -90,23 +91,34 @@ class ModelSource(ABC):
     def __enter__(self) -> ModelSource:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
-def meta_model(config: PretrainedConfig, trust_remote_code: bool = False) -> nn.Module:
-    """The causal language model of a config in eval mode, every parameter and buffer on the meta device (nothing allocated)."""
+def meta_model(
+    config: PretrainedConfig, *, trust_remote_code: bool = False, dtype: str = "float32", attention: str = "eager"
+) -> nn.Module:
+    """The causal language model of a config in eval mode, every parameter and buffer on the meta device (nothing
+    allocated).
+
+    `dtype` is a torch dtype's name, `attention` an implementation's name in transformers. The config is not changed.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
+            copy.deepcopy(config),
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
         ).eval()
 
 
 def normalize_generation(raw: dict[str, Any]) -> dict[str, Any]:
-    """Token ids and recommended sampling parameters that are set; eos_token_id becomes a list of distinct ids in order."""
+    """Token ids and recommended sampling parameters that are set; eos_token_id becomes a list of distinct ids."""
     kept = {key: raw[key] for key in (*_TOKEN_IDS, *_SAMPLING) if raw.get(key) is not None}
     eos = kept.get("eos_token_id", [])
     kept["eos_token_id"] = list(dict.fromkeys(eos if isinstance(eos, list) else [eos]))

@@ -1,8 +1,8 @@
 """A model on the meta device and a checkpoint become a Binding: which checkpoint tensor each parameter reads.
 
-Renames and the base-model prefix follow transformers' own loader (core_model_loading), so that a checkpoint means here what it means to
-from_pretrained. Converters that build one parameter from several tensors are recognised and refused by name for now; their place is
-`_renamed`.
+Renames and the base-model prefix follow transformers' own loader (core_model_loading), so that a checkpoint means here
+what it means to from_pretrained. Converters that build one parameter from several tensors are recognised and refused by
+name for now; their place is `_renamed`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Binding:
-    """names: canonical parameter or persistent buffer -> checkpoint tensor; aliases: tied name -> canonical name;
-    unused: checkpoint tensors that nothing reads, sorted. Names are those of model.named_parameters()."""
+    """Which checkpoint tensor each parameter reads, by the names of model.named_parameters().
+
+    names: canonical parameter or persistent buffer -> checkpoint tensor. aliases: tied name -> canonical name.
+    unused: checkpoint tensors that nothing reads, sorted.
+    """
 
     names: dict[str, str]
     aliases: dict[str, str]
@@ -40,13 +43,12 @@ class Binding:
 def bind(model: nn.Module, source: ModelSource) -> Binding:
     """Matches every parameter of `model` (on meta) with a tensor of `source`.
 
-    Call it before tracing: where a checkpoint holds two different tensors for parameters that the config ties, they are untied in `model`,
-    as from_pretrained does. PlancError for missing tensors and wrong shapes names the first and the count.
+    PlancError for missing tensors and wrong shapes names the first and the count.
     """
     state = model.state_dict()
     found = _renamed(model, source, state)
-    _untie(model, source, found)
     aliases = tied_names(model)
+    _check_tied(source, aliases, found)
     names: dict[str, str] = {}
     for fqn in state:
         if fqn in found:
@@ -68,7 +70,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def _renamed(model: nn.Module, source: ModelSource, state: dict[str, Any]) -> dict[str, str]:
-    """Parameter name -> checkpoint tensor, by transformers' renaming rules; later tensors do not displace earlier ones."""
+    """Parameter name -> checkpoint tensor, by transformers' renaming rules; the first tensor of a name counts."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -85,18 +87,15 @@ def _renamed(model: nn.Module, source: ModelSource, state: dict[str, Any]) -> di
     return found
 
 
-def _untie(model: nn.Module, source: ModelSource, found: dict[str, str]) -> None:
-    """Gives a tied name its own parameter when the checkpoint holds different values for it."""
-    import torch
-
-    for name, canonical in tied_names(model).items():
-        tensors = found.get(name), found.get(canonical)
-        if tensors[0] is None or tensors[1] is None or tensors[0] == tensors[1] or _same(source, tensors[0], tensors[1]):
-            continue
-        parent, _, leaf = name.rpartition(".")
-        module = model.get_submodule(parent)
-        shape = source.tensors[tensors[0]].shape
-        setattr(module, leaf, torch.nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False))
+def _check_tied(source: ModelSource, aliases: dict[str, str], found: dict[str, str]) -> None:
+    """from_pretrained would untie parameters whose tensors differ; a model that is traced already cannot be untied."""
+    for name, canonical in aliases.items():
+        first, second = found.get(canonical), found.get(name)
+        if first is not None and second is not None and first != second and not _same(source, first, second):
+            raise PlancError(
+                f"{source.path}: the config ties {name} to {canonical}, and the tensors {second} and {first} differ. "
+                'Set "tie_word_embeddings": false in config.json.'
+            )
 
 
 def _same(source: ModelSource, first: str, second: str) -> bool:

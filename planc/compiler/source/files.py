@@ -1,4 +1,4 @@
-"""Reading a span of a file into a fresh buffer: in go a descriptor, an offset and a size, out comes an array that owns its bytes."""
+"""A span of a file (offset and size) becomes an array that owns its bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SpanReader:
     def read(self, offset: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """u8[nbytes] from `offset`; PlancError when the file is shorter."""
         buffer = np.empty(nbytes, np.uint8)
-        view = memoryview(buffer)
+        view = memoryview(buffer.data)
         done = 0
         while done < nbytes:
             count = os.preadv(self._fd, [view[done:]], offset + done)

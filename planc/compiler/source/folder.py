@@ -1,4 +1,4 @@
-"""A Hugging Face model folder: config.json and safetensors (single or sharded, or pickle when allowed) become a ModelSource."""
+"""A Hugging Face model folder (config.json and weights, single or sharded) becomes a ModelSource."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ class FolderSource(ModelSource):
     ) -> None:
         self.path, self.name, self.trust_remote_code = path, name or path.resolve().name, trust_remote_code
         if not (path / "config.json").is_file():
-            raise PlancError(f"{path} has no config.json. Point --model at the folder that holds the model's config.json.")
+            raise PlancError(
+                f"{path} has no config.json. Point --model at the folder that holds the model's config.json."
+            )
         read_json(path / "config.json")
         self._config: PretrainedConfig | None = None
         self._owner = _open_tensors(path, allow_pickle)
@@ -46,6 +48,13 @@ class FolderSource(ModelSource):
     def config(self) -> PretrainedConfig:
         if self._config is None:
             self._config = _load_config(self.path, self.trust_remote_code)
+            if (quantization := getattr(self._config, "quantization_config", None)) is not None:
+                method = (
+                    quantization.get("quant_method") if isinstance(quantization, dict) else type(quantization).__name__
+                )
+                raise PlancError(
+                    f"{self.path} is quantized ({method}), which planc does not read. Use the unquantized model."
+                )
         return self._config
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
@@ -85,9 +94,7 @@ def _load_config(path: Path, trust_remote_code: bool) -> PretrainedConfig:
     import transformers
 
     try:
-        return transformers.AutoConfig.from_pretrained(
-            path, local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
         raise PlancError(
             f"{path / 'config.json'}: transformers {transformers.__version__} cannot read this config: {first_line(e)} "
@@ -113,6 +120,8 @@ def _open_tensors(path: Path, allow_pickle: bool) -> dict[str, TensorFile]:
 
     if pickle_names(path):
         return open_pickles(path, allow_pickle)
+    if found := sorted(file.name for file in path.glob("*.gguf")):
+        raise PlancError(f"{path} holds GGUF files, not safetensors. Name the file: --model {path / found[0]}")
     raise PlancError(f"{path} has no weights: neither {SINGLE} nor {INDEX}. Fetch the model's safetensors files.")
 
 

@@ -1,7 +1,7 @@
-"""A .gguf file becomes a ModelSource with transformers' names and layouts; quantized tensors are dequantized one at a time.
+"""A .gguf file becomes a ModelSource with transformers' names and layouts; one tensor is dequantized at a time.
 
-Config, tensor names and tensor layouts are transformers' own knowledge (modeling_gguf_pytorch_utils), which loads whole files; here the
-bytes of one tensor are read by offset.
+Config, tensor names and tensor layouts are transformers' own knowledge (modeling_gguf_pytorch_utils), which loads whole
+files; here the bytes of one tensor are read by offset.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
 
 import numpy as np
 
@@ -75,8 +74,8 @@ class GGUFSource(ModelSource):
         for kind, name in kinds.items():
             if not dequantizable(kind):
                 raise PlancError(
-                    f"{self.path}: tensor {name} has type {_type_name(kind)}, which the gguf package cannot dequantize. "
-                    "Use another quantization of the model."
+                    f"{self.path}: tensor {name} has type {_type_name(kind)}, which the gguf package cannot "
+                    "dequantize. Use another quantization of the model."
                 )
 
     def _raw_vector(self, name: str) -> np.ndarray[Any, Any]:
@@ -94,7 +93,7 @@ class GGUFSource(ModelSource):
         self.tensors = {name: self._info(parts, expected.get(name)) for name, parts in self._parts.items()}
 
     def _info(self, parts: list[str], expected: tuple[int, ...] | None) -> TensorInfo:
-        """The shape after the processor's reshaping: the parameter's if the element counts agree, else the file's own."""
+        """The shape after the processor's reshaping: the parameter's if the sizes agree, else the file's own."""
         stored = [self.header.tensors[part] for part in parts]
         same_size = expected is not None and prod(expected) == sum(prod(tensor.shape) for tensor in stored)
         shape = expected if expected is not None and same_size else stored[0].shape
@@ -122,8 +121,8 @@ class GGUFSource(ModelSource):
 class _Names:
     """As much of a model as transformers' name map looks at: config, parameter names, direct children.
 
-    The real module would be walked to its leaves, with a new table of all layers' names at each (minutes for 80 layers); names are
-    matched from the root or, for checkpoints of a base model (bloom), from its child.
+    The real module would be walked to its leaves, with a new table of all layers' names at each (minutes for 80
+    layers); names are matched from the root or, for checkpoints of a base model (bloom), from its child.
     """
 
     def __init__(self, config: PretrainedConfig, module: Any, children: bool = True) -> None:
@@ -145,7 +144,9 @@ def name_map(model: Any, config: PretrainedConfig, architecture: str) -> tuple[A
     try:
         return processor, get_gguf_hf_weights_map(_Names(config, model), processor)
     except NotImplementedError as e:
-        raise PlancError(f"GGUF architecture {architecture}: {first_line(e)} Use the model's Hugging Face folder.") from None
+        raise PlancError(
+            f"GGUF architecture {architecture}: {first_line(e)} Use the model's Hugging Face folder."
+        ) from None
 
 
 def dequantizable(ggml_type: int) -> bool:

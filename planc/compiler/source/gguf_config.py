@@ -1,6 +1,7 @@
-"""GGUF metadata becomes a transformers config, and what transformers' GGUF loader drops in silence is restored or refused.
+"""GGUF metadata becomes a transformers config; what transformers' loader drops in silence is restored or refused.
 
-The loader (5.24) ignores rotary scaling, soft caps and some sliding windows; a model without them still talks, only worse.
+The loader (5.24) ignores rotary scaling, soft caps and some sliding windows; a model without them still talks, only
+worse.
 """
 
 from __future__ import annotations
@@ -34,7 +35,14 @@ _FIELDS = {
     "expert_used_count": "num_experts_per_tok",
 }
 # Metadata that says nothing about the arithmetic.
-_HARMLESS = {"vocab_size", "context_length", "tensor_data_layout", "attention.causal", "feed_forward_length", "use_parallel_residual"}
+_HARMLESS = {
+    "vocab_size",
+    "context_length",
+    "tensor_data_layout",
+    "attention.causal",
+    "feed_forward_length",
+    "use_parallel_residual",
+}
 # Llama 3.1 and 3.2 differ in `factor` alone, https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _LONGROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
@@ -71,13 +79,15 @@ def causal_class(model_type: str) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
     if model_type not in NAMES:
-        raise PlancError(f"model type {model_type} has no causal language model in transformers; planc compiles decoders.")
+        raise PlancError(
+            f"model type {model_type} has no causal language model in transformers; planc compiles decoders."
+        )
     found = NAMES[model_type]
     return found if isinstance(found, str) else found[0]
 
 
 def llama3_parameters(divisors: np.ndarray[Any, Any], theta: float) -> dict[str, Any]:
-    """The llama3 rope parameters whose frequency divisors are `divisors` (f32[head_dim/2]); PlancError when none are."""
+    """The llama3 rope parameters whose frequency divisors are f32[head_dim/2] `divisors`; PlancError if none are."""
     found = {"rope_type": "llama3", "factor": float(np.round(divisors.max(), 4)), **_LLAMA3}
     if not np.allclose(_llama3_divisors(found, theta, divisors.size), divisors, rtol=1e-3):
         raise PlancError(f"rope_freqs.weight is not Llama 3's frequency scaling. {_ADVICE}")
@@ -93,8 +103,8 @@ def _by_transformers(path: Path, header: GGUFHeader, architecture: str) -> Pretr
             return transformers.AutoConfig.from_pretrained(folder, gguf_file="outline.gguf", local_files_only=True)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as e:
             raise PlancError(
-                f"{path}: transformers {transformers.__version__} cannot make a config of GGUF architecture {architecture}: "
-                f"{first_line(e)} {_ADVICE}"
+                f"{path}: transformers {transformers.__version__} cannot make a config of GGUF "
+                f"architecture {architecture}: {first_line(e)} {_ADVICE}"
             ) from None
 
 
@@ -134,14 +144,17 @@ def _restore_rope(
     if kind == "none" and not longrope and not freqs:
         return
     rope = getattr(config, "rope_parameters", None)
-    plain = isinstance(rope, dict) and rope.get("rope_type") == "default"
-    if plain and freqs:
+    if not isinstance(rope, dict) or rope.get("rope_type") != "default":
+        rope, kind = {}, f"{kind} of a {config.model_type}"
+    if rope and freqs:
         rope.update(llama3_parameters(vector("rope_freqs.weight"), rope["rope_theta"]))
-    elif plain and kind in ("linear", "yarn") and not longrope:
+    elif rope and kind in ("linear", "yarn") and not longrope:
         stated = {ours: header.metadata.get(f"{architecture}.rope.scaling.{key}") for key, ours in _SCALING.items()}
         rope.update({"rope_type": kind, **{key: value for key, value in stated.items() if value is not None}})
     else:
-        raise PlancError(f"GGUF architecture {architecture}: rope scaling {'longrope' if longrope else kind} is not read. {_ADVICE}")
+        raise PlancError(
+            f"GGUF architecture {architecture}: rope scaling {'longrope' if longrope else kind} is not read. {_ADVICE}"
+        )
 
 
 def _llama3_divisors(parameters: dict[str, Any], theta: float, pairs: int) -> np.ndarray[Any, Any]:

@@ -1,7 +1,7 @@
 """The head of a GGUF file, every length checked against the file's size, becomes metadata and a table of tensor spans.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. gguf's own reader makes one array for each vocabulary entry (19 s and
-0.9 GB for 262144 tokens), and reads whatever lies at a damaged offset.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. gguf's own reader makes one array for each vocabulary
+entry (19 s and 0.9 GB for 262144 tokens), and reads whatever lies at a damaged offset.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ class _Cursor:
 
     def __init__(self, path: Path) -> None:
         self.path, self.size, self.position = path, path.stat().st_size, 0
-        self._file = open(path, "rb")
+        self._file = open(path, "rb")  # noqa: SIM115 - read_header closes it
 
     def take(self, count: int) -> bytes:
         if count > self.size - self.position:
-            raise corrupt(self.path, f"{count} bytes announced at byte {self.position} leave the file ({self.size} bytes)")
+            raise corrupt(
+                self.path, f"{count} bytes announced at byte {self.position} leave the file ({self.size} bytes)"
+            )
         self.position += count
         return self._file.read(count)
 
@@ -132,7 +134,9 @@ def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     return name, tuple(reversed(dims)), kind, offset
 
 
-def _place(cursor: _Cursor, entries: list[tuple[str, tuple[int, ...], int, int]], alignment: Any) -> dict[str, GGUFTensor]:
+def _place(
+    cursor: _Cursor, entries: list[tuple[str, tuple[int, ...], int, int]], alignment: Any
+) -> dict[str, GGUFTensor]:
     if type(alignment) is not int or alignment < 1:
         raise corrupt(cursor.path, f"general.alignment is {alignment}")
     start = -(-cursor.position // alignment) * alignment
@@ -143,7 +147,8 @@ def _place(cursor: _Cursor, entries: list[tuple[str, tuple[int, ...], int, int]]
         nbytes = _byte_count(cursor.path, name, shape, kind)
         if start + offset + nbytes > cursor.size:
             raise corrupt(
-                cursor.path, f"tensor {name} ends at byte {start + offset + nbytes}, the file at {cursor.size}: it is truncated"
+                cursor.path,
+                f"tensor {name} ends at byte {start + offset + nbytes}, the file at {cursor.size}: it is truncated",
             )
         tensors[name] = GGUFTensor(shape, kind, start + offset, nbytes)
     return tensors

@@ -1,4 +1,4 @@
-"""A Hugging Face hub id becomes a local folder with the files that compiling needs, through huggingface_hub and its cache."""
+"""A Hugging Face hub id becomes a local folder with the files that compiling needs, through huggingface_hub."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def is_hub_id(model: str) -> bool:
 
 
 def download(model: str, *, revision: str | None, allow_pickle: bool, code: bool) -> Path:
-    """The snapshot's folder; HF_HUB_OFFLINE and HF_HOME hold. PlancError when the hub has no such model or cannot be reached."""
+    """The snapshot's folder; HF_HUB_OFFLINE and HF_HOME hold. PlancError when the hub has no such model or cannot be
+    reached.
+    """
     from huggingface_hub import snapshot_download
 
     wanted = _FILES + (["pytorch_model*"] if allow_pickle else []) + (["*.py"] if code else [])

@@ -1,4 +1,4 @@
-"""Pickle checkpoints (pytorch_model*.bin): refused by name with the way to convert, or read with weights_only when allowed."""
+"""Pickle checkpoints are refused with the way to convert them, or become tables of tensors if allowed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class PickleFile:
         self.path = path
         self._state = {name: tensor for name, tensor in _unpickle(path).items() if _is_tensor(tensor)}
         self.tensors = {
-            name: TensorInfo(_dtype_name(path, name, tensor), tuple(tensor.shape)) for name, tensor in self._state.items()
+            name: TensorInfo(_dtype_name(path, name, tensor), tuple(tensor.shape))
+            for name, tensor in self._state.items()
         }
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
@@ -64,9 +65,9 @@ def open_pickles(path: Path, allow: bool) -> dict[str, TensorFile]:
     names = pickle_names(path)
     if not allow:
         raise PlancError(
-            f"{path / names[0]} is a pickle, which can run code when it is loaded. Convert it once: python -c "
-            f"\"from transformers import AutoModelForCausalLM as A; A.from_pretrained('{path}').save_pretrained('OUT')\", "
-            "or pass --allow-pickle (torch.load with weights_only)."
+            f"{path / names[0]} is a pickle, which can run code when it is loaded. Convert it once: "
+            'python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{path}').save_pretrained('OUT')\", or pass --allow-pickle (weights_only unpickling)."
         )
     return {tensor: file for file in map(PickleFile, (path / name for name in names)) for tensor in file.tensors}
 
@@ -77,7 +78,9 @@ def _unpickle(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as e:  # noqa: BLE001 - the unpickler raises many kinds; each means that the file cannot be used
-        raise PlancError(f"{path} cannot be unpickled safely: {str(e).strip().splitlines()[0]} Convert it to safetensors.") from None
+        raise PlancError(
+            f"{path} cannot be unpickled safely: {str(e).strip().splitlines()[0]} Convert it to safetensors."
+        ) from None
     if not isinstance(state, dict):
         raise PlancError(f"{path} holds a {type(state).__name__}, a dict of tensors was expected.")
     return state

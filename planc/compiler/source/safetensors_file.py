@@ -1,4 +1,4 @@
-"""One .safetensors file: its header, checked against the file's size, becomes a table of tensors that are read by offset."""
+"""A .safetensors file, its header checked against its size, becomes a table of tensors that are read by offset."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class SafetensorsFile:
             raise self._corrupt(f"gives tensor {name} {end - begin} bytes, {dtype}{list(shape)} takes {info.nbytes}")
         if self._base + end > self._file.size:
             raise PlancError(
-                f"{self.path} is truncated: tensor {name} ends at byte {self._base + end}, the file at {self._file.size}. "
-                "Fetch the file again."
+                f"{self.path} is truncated: tensor {name} ends at byte {self._base + end}, "
+                f"the file at {self._file.size}. Fetch the file again."
             )
         self.tensors[name], self._spans[name] = info, (begin, end)
 
@@ -103,5 +103,3 @@ class SafetensorsFile:
 
     def _corrupt(self, what: str) -> PlancError:
         return PlancError(f"{self.path} is corrupt: it {what}. Fetch the file again.")
-
-

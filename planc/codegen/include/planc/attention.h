@@ -7,10 +7,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <type_traits>
 
 #include "planc/kv.h"
-#include "planc/linear.h"
+#include "planc/tile.h"
 #include "planc/vecmath.h"
 
 namespace planc {
@@ -100,11 +99,11 @@ class PagedAttention {
             last = std::max(last, rows[i].end - 1);
         }
         const int32_t* pages = in_.page_table + int64_t(seq) * in_.table_stride;
-        const int parts = (count + detail::MAX_ROWS - 1) / detail::MAX_ROWS;
+        const int parts = (count + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
         for (int chunk = first / detail::CHUNK; chunk <= last / detail::CHUNK; ++chunk) {
             for (int part = 0; part < parts; ++part) {
                 const Range r = share(count, part, parts);
-                unrolled<detail::MAX_ROWS>([&](auto i) {
+                unrolled<MAX_TILE_ROWS>([&](auto i) {
                     if (r.end - r.begin == i.value + 1) run_chunk<i.value + 1>(rows + r.begin, chunk * detail::CHUNK, pages, head);
                 });
             }
@@ -144,7 +143,7 @@ class PagedAttention {
     // Masked scores of positions first..last and each row's peak.
     template <int MR>
     void score(Chunk<MR>& c, const Row* rows, const int32_t* pages, int head, int first, int last) const {
-        constexpr int NB = detail::tile_vecs(MR);
+        constexpr int NB = tile_vecs(MR);
         Vec peak[MR];
         for (int m = 0; m < MR; ++m) peak[m] = splat(-std::numeric_limits<float>::infinity());
         int j = first;
@@ -227,7 +226,7 @@ class PagedAttention {
     template <int MR>
     void weigh(const float (*p)[detail::CHUNK], float (*values)[WIDTH], Range part, int base, const int32_t* pages, int head) const {
         if (part.begin >= part.end) return;
-        constexpr int NV = detail::tile_vecs(MR);
+        constexpr int NV = tile_vecs(MR);
         int v = 0;
         for (; v + NV <= VALUE_VECS; v += NV) weigh_vecs<MR, NV>(p, values, v, part, base, pages, head);
         for (; v < VALUE_VECS; ++v) weigh_vecs<MR, 1>(p, values, v, part, base, pages, head);

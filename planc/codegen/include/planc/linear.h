@@ -5,23 +5,19 @@
 // f32 store and load is exact.
 #pragma once
 #include <algorithm>
-#include <type_traits>
 
 #include "planc/pool.h"
+#include "planc/tile.h"
 #include "planc/weights.h"
 
 namespace planc {
 
 namespace detail {
 
-constexpr int MAX_ROWS = TILE_ACCUMULATORS < 6 ? TILE_ACCUMULATORS : 6;
 constexpr int PREFETCH_BYTES = 4096;  // ahead of the line in use: some 100 ns at 40 GB/s
 constexpr int PANEL_K = 256;          // k of an unpacked panel: 16 KB for 16 columns, half of the L1 cache
 constexpr int PANEL_ROWS = 192;       // rows a panel serves: with PANEL_K they take 192 KB, within the L2 cache
 constexpr int PANEL_MIN_ROWS = 24;    // from here on unpacking a panel costs less than widening in every row tile
-
-// Vectors of columns beside MR rows so that the accumulators stay in registers.
-constexpr int tile_vecs(int rows) { return rows * 4 <= TILE_ACCUMULATORS ? 4 : rows * 2 <= TILE_ACCUMULATORS ? 2 : 1; }
 
 // A panel is one row tile's weights already widened: [k][NV][16] f32.
 template <int NV>
@@ -89,7 +85,7 @@ class Linear {
 
     // Few rows: widen weights in registers; a 64-column block streams through the cache once for all row tiles.
     void run_direct(int rows, Range half_blocks) const {
-        const int tiles = (rows + detail::MAX_ROWS - 1) / detail::MAX_ROWS;
+        const int tiles = (rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
         for (int half = half_blocks.begin; half < half_blocks.end;) {
             const bool whole = half % 2 == 0 && half + 2 <= half_blocks.end;
             run_columns(rows, tiles, half * 32, whole ? 4 : 2);
@@ -98,7 +94,7 @@ class Linear {
     }
 
     void run_columns(int rows, int tiles, int column, int vecs) const {
-        switch (detail::tile_vecs((rows + tiles - 1) / tiles)) {
+        switch (tile_vecs((rows + tiles - 1) / tiles)) {
             case 4:
                 if (vecs == 4) return run_tiles<4>(rows, tiles, column, 1);
                 return run_tiles<2>(rows, tiles, column, 1);
@@ -154,7 +150,7 @@ class Linear {
         alignas(64) float panel[detail::PANEL_K * PANEL_COLUMNS];
         const int count = std::min(detail::PANEL_K, K - k);
         unpack(panel, column, k, count);
-        const int tiles = (rows.end - rows.begin + detail::MAX_ROWS - 1) / detail::MAX_ROWS;
+        const int tiles = (rows.end - rows.begin + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
         for (int tile = 0; tile < tiles; ++tile) {
             const Range part = share(rows.end - rows.begin, tile, tiles);
             panel_rows({rows.begin + part.begin, rows.begin + part.end}, column, k, count, reinterpret_cast<const char*>(panel));
@@ -190,7 +186,7 @@ class Linear {
     // Calls body(integral_constant<int, rows>) for 1 <= rows <= MAX_ROWS that leave the accumulators in registers.
     template <int NV, class Body>
     PLANC_INLINE void with_rows(int rows, Body body) const {
-        unrolled<detail::MAX_ROWS>([&](auto i) PLANC_INLINED {
+        unrolled<MAX_TILE_ROWS>([&](auto i) PLANC_INLINED {
             if constexpr ((i.value + 1) * NV <= TILE_ACCUMULATORS) {
                 if (rows == i.value + 1) body(std::integral_constant<int, i.value + 1>{});
             }

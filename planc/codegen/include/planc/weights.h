@@ -50,13 +50,4 @@ PLANC_INLINE int64_t block_offset(int64_t block, int k) {
     return block * ((k + Format::GROUP - 1) / Format::GROUP) * GROUP_BYTES;
 }
 
-// Calls body(std::integral_constant<int, I>) for I = 0..COUNT-1.
-template <int COUNT, int I = 0, class Body>
-PLANC_INLINE void unrolled(Body body) {
-    if constexpr (I < COUNT) {
-        body(std::integral_constant<int, I>{});
-        unrolled<COUNT, I + 1>(body);
-    }
-}
-
 }  // namespace planc

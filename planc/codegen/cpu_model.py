@@ -1,0 +1,179 @@
+"""CPU kernel rows of the model ops: linear layers, embeddings, norms, rotary, the KV cache and attention."""
+
+from math import prod
+
+from planc.codegen.axes import outer
+from planc.codegen.kernel import Constant, Design, Row, Types, alias, flag, integer, real
+from planc.compiler.ir.graph import Node
+from planc.compiler.ir.types import PACKED, TensorType
+
+_FORMATS = {"f32": "PackedF32", "bf16": "PackedBf16", "i8": "PackedI8"}
+_ELEMENTS = {"f32": "float", "bf16": "uint16_t", "i8": "int8_t"}
+
+
+def _num(node: Node, name: str) -> int:
+    value = node.attr(name)
+    assert isinstance(value, int)
+    return value
+
+
+def _real(node: Node, name: str) -> float:
+    value = node.attr(name)
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def _has(node: Node, name: str) -> bool:
+    return bool(node.attr(name, False))
+
+
+def _row_stride(t: TensorType) -> int:
+    """Elements between neighbouring vectors along the last axis, all leading axes taken as one."""
+    return t.strides()[-2] if len(t.shape) > 1 else 0
+
+
+def _one_stride(t: TensorType) -> bool:
+    """True when the leading axes of a view can be walked as one."""
+    strides = t.strides()[:-1]
+    return all(a == b * int(d) for a, b, d in zip(strides, strides[1:], t.shape[1:-1], strict=False))
+
+
+def _linear_fits(node: Node, types: Types) -> bool:
+    x, w = types[0], types[1]
+    return x.dtype == "f32" and w.dtype in _FORMATS and (w.dtype == "i8") == (node.op == "qlinear") and _one_stride(x)
+
+
+def _linear(node: Node, types: Types) -> Design:
+    x, w = types[0], types[1]
+    n, k = (int(d) for d in w.shape)
+    scaled, bias = node.op == "qlinear", _has(node, "bias")
+    constants = (
+        alias("Format", f"planc::{_FORMATS[w.dtype]}", w.dtype),
+        integer("N", n),
+        integer("K", k),
+        Constant(f"static constexpr int X_STRIDE = {_row_stride(x)}", f"x{_row_stride(x)}"),
+        Constant(f"static constexpr int Y_STRIDE = {n}", ""),
+        integer("INNER", prod(int(d) for d in x.shape[1:-1])),
+        flag("BIAS", bias),
+    )
+    return Design(constants, {"scaled": scaled, "bias": bias})
+
+
+def _embedding_fits(node: Node, types: Types) -> bool:
+    table, ids = types[0], types[-1]
+    return ids.dtype == "i32" and table.dtype in _FORMATS and (table.dtype == "i8") == (node.op == "qembedding")
+
+
+def _embedding(node: Node, types: Types) -> Design:
+    table = types[0]
+    cpp = f"planc::RowMajorTable<Config, {_ELEMENTS[table.dtype]}>"
+    if table.layout in PACKED:
+        cpp = f"planc::PackedTable<Config, planc::{_FORMATS[table.dtype]}>"
+    constants = (integer("COUNT", int(table.shape[0])), integer("WIDTH", table.features))
+    return Design(constants, {"table": cpp, "scaled": node.op == "qembedding"}, (table.dtype, table.layout))
+
+
+def _norm_fits(node: Node, types: Types) -> bool:
+    added = 2 if node.op.startswith("add_") else 1
+    return all(t.dtype == "f32" for t in types) and all(len(t.shape) <= 4 for t in types[:added])
+
+
+def _norm(node: Node, types: Types) -> Design:
+    added, layer = node.op.startswith("add_"), node.op.endswith("layer_norm")
+    sides = 2 if added else 1
+    bias = layer and _has(node, "bias")
+    weight = len(types) - sides - bias == 1
+    axes = outer(node.out.type, types[:sides])
+    constants = (
+        integer("WIDTH", int(node.out.type.shape[-1])),
+        real("EPS", _real(node, "eps")),
+        flag("WEIGHT", weight),
+        flag("BIAS", bias),
+    )
+    variables = {"extent": axes.extent, "out": axes.out, "inputs": axes.inputs, "added": added, "weight": weight}
+    variables |= {"bias": bias, "norm": "LayerNorm" if layer else "RmsNorm"}
+    return Design(constants, variables, (axes.tag,))
+
+
+def _rotary(node: Node, types: Types) -> Design:
+    x, cos = types[0], types[1]
+    row, head, _ = x.strides()
+    constants = (
+        integer("HEADS", int(x.shape[1])),
+        integer("WIDTH", int(x.shape[2])),
+        integer("HALF", int(cos.shape[1])),
+        integer("X_ROW", row),
+        integer("X_HEAD", head),
+        flag("INTERLEAVED", _has(node, "interleaved")),
+    )
+    return Design(constants)
+
+
+def _cache_fits(node: Node) -> bool:
+    return node.attr("dtype") in ("f32", "bf16") and _num(node, "block") % 16 == 0
+
+
+def _cache(node: Node) -> tuple[Constant, ...]:
+    dtype = str(node.attr("dtype"))
+    return (
+        alias("Element", _ELEMENTS[dtype], dtype),
+        integer("KV_HEADS", _num(node, "heads")),
+        integer("K_DIM", _num(node, "k_dim")),
+        integer("V_DIM", _num(node, "v_dim")),
+        integer("BLOCK_SIZE", _num(node, "block")),
+    )
+
+
+def _kv_append(node: Node, types: Types) -> Design:
+    (k_row, k_head, _), (v_row, v_head, _) = types[0].strides(), types[1].strides()
+    strides = (("KEY_ROW", k_row), ("KEY_HEAD", k_head), ("VALUE_ROW", v_row), ("VALUE_HEAD", v_head))
+    return Design((*_cache(node), *(integer(n, v) for n, v in strides)), {"places": _places(node)})
+
+
+def _places(node: Node) -> str:
+    return ", ".join(str(_num(node, name)) for name in ("page_bytes", "k_offset", "v_offset"))
+
+
+def _attention(node: Node, types: Types) -> Design:
+    row, head, _ = types[0].strides()
+    kind = str(node.attr("kind"))
+    constants = (
+        *_cache(node),
+        integer("HEADS", int(types[0].shape[1])),
+        integer("Q_ROW", row),
+        integer("Q_HEAD", head),
+        real("SCALE", _real(node, "scale")),
+        real("SOFTCAP", _real(node, "softcap")),
+        Constant(f"static constexpr planc::MaskKind MASK = planc::MaskKind::{kind.upper()}", kind),
+        integer("WINDOW", _num(node, "window")),
+        flag("SINKS", _has(node, "sinks")),
+    )
+    return Design(constants, {"sinks": _has(node, "sinks")})
+
+
+def _linear_row(op: str, weights: str) -> Row:
+    says = f"x f32[.., K] (dense or rows at one stride), W {weights} packed, bias f32"
+    return Row(op, "linear.cpp.jinja", _linear, says, _linear_fits, packed=frozenset({1}), views=frozenset({0}))
+
+
+def _embedding_row(op: str, table: str) -> Row:
+    says = f"table {table} row-major or packed, ids i32[T]"
+    return Row(op, "embedding.cpp.jinja", _embedding, says, _embedding_fits, either=frozenset({0}))
+
+
+def _norm_row(op: str, views: int) -> Row:
+    says = "f32 [T, .., D] of up to 4 axes, weight and bias f32[D]"
+    return Row(op, "norm.cpp.jinja", _norm, says, _norm_fits, views=frozenset(range(views)))
+
+
+MODEL: tuple[Row, ...] = (
+    _linear_row("linear", "f32 or bf16"),
+    _linear_row("qlinear", "i8 with f32 scales"),
+    _embedding_row("embedding", "f32 or bf16"),
+    _embedding_row("qembedding", "i8 with f32 scales"),
+    _norm_row("rms_norm", 1),
+    _norm_row("layer_norm", 1),
+    _norm_row("add_rms_norm", 2),
+    _norm_row("add_layer_norm", 2),
+    Row("rotary", "rotary.cpp.jinja", _rotary, "x f32[T, heads, D], tables f32[positions, R/2]", views=frozenset({0})),
+)

@@ -1,0 +1,35 @@
+// The calls between a plan's runtime, its step and its kernels: plain C types only.
+#pragma once
+#include <cstdint>
+
+extern "C" {
+
+// One step: `num_tokens` packed tokens of `num_seqs` sequences; `logit_rows` names the rows whose logits are wanted.
+typedef struct {
+    int32_t num_tokens, num_seqs, num_rows, table_stride;
+    const int32_t *ids, *positions, *slots, *page_table, *query_start, *logit_rows;
+} planc_batch;
+
+// Sizes of a step that kernels read: T, S, R and the pages a row of the page table has.
+typedef struct {
+    int32_t tokens, seqs, rows, table_stride;
+} planc_sizes;
+
+// A kernel runs its share `thread` of `threads`. `buffers` holds a node's inputs, then its outputs; `rows` is the length
+// of their token axis.
+typedef void (*planc_kernel)(void* const* buffers, const planc_sizes* sizes, int32_t rows, int32_t thread, int32_t threads);
+}
+
+#define PLANC_KERNEL(name) \
+    extern "C" void name(void* const* buffers, const planc_sizes* sizes, int32_t rows, int32_t thread, int32_t threads)
+
+namespace planc {
+template <class T>
+const T* in(void* const* buffers, int i) {
+    return static_cast<const T*>(buffers[i]);
+}
+template <class T>
+T* out(void* const* buffers, int i) {
+    return static_cast<T*>(buffers[i]);
+}
+}  // namespace planc

@@ -1,0 +1,104 @@
+// One step of a plan: every thread walks the launch list, with a barrier after each kernel.
+#pragma once
+#include <new>
+#include <vector>
+
+#include "planc/abi.h"
+#include "planc/pool.h"
+
+namespace planc {
+
+// Where a buffer lies: an offset in bytes from the arena, the cache, an array of the batch or a weight.
+enum Base : int32_t { ARENA, KV, IDS, POSITIONS, SLOTS, PAGE_TABLE, QUERY_START, LOGIT_ROWS, FIRST_WEIGHT };
+
+struct Ref {
+    int32_t base;
+    int64_t offset;
+};
+constexpr Ref arena(int64_t offset) { return {ARENA, offset}; }
+constexpr Ref weight(int32_t index) { return {FIRST_WEIGHT + index, 0}; }
+constexpr Ref input(Base base) { return {base, 0}; }
+
+// Length of a launch's token axis: that of a symbol, or a constant (>= 0).
+constexpr int32_t TOKENS = -1, ROWS = -2, SEQS = -3;
+
+template <int MAX_BUFFERS>
+struct Launch {
+    planc_kernel kernel;
+    int32_t rows;
+    int32_t count;
+    Ref buffers[MAX_BUFFERS];
+};
+
+struct Limits {
+    int32_t weights, tokens, rows, seqs;
+};
+
+template <int MAX_BUFFERS>
+class Program {
+   public:
+    using Launches = const Launch<MAX_BUFFERS>*;
+
+    // Throws std::bad_alloc or std::system_error when the machine has no memory or no thread left.
+    Program(Launches begin, Launches end, const void* const* weights, int num_weights, void* arena, void* kv, int threads)
+        : begin_(begin), end_(end), bases_(size_t(FIRST_WEIGHT + num_weights)), pool_(threads) {
+        bases_[ARENA] = static_cast<char*>(arena);
+        bases_[KV] = static_cast<char*>(kv);
+        for (int i = 0; i < num_weights; ++i) {
+            bases_[size_t(FIRST_WEIGHT + i)] = static_cast<char*>(const_cast<void*>(weights[i]));
+        }
+    }
+
+    void step(const planc_batch& batch) noexcept {
+        const int32_t* arrays[] = {batch.ids, batch.positions, batch.slots, batch.page_table, batch.query_start, batch.logit_rows};
+        for (int i = 0; i < 6; ++i) bases_[size_t(IDS + i)] = reinterpret_cast<char*>(const_cast<int32_t*>(arrays[i]));
+        sizes_ = {batch.num_tokens, batch.num_seqs, batch.num_rows, batch.table_stride};
+        pool_.run([](void* self, int thread) noexcept { static_cast<Program*>(self)->run(thread); }, this);
+    }
+
+   private:
+    void run(int thread) noexcept {
+        for (Launches launch = begin_; launch != end_; ++launch) {
+            const int32_t rows = length(launch->rows);
+            if (rows == 0) continue;
+            void* buffers[MAX_BUFFERS];
+            for (int i = 0; i < launch->count; ++i) {
+                buffers[i] = bases_[size_t(launch->buffers[i].base)] + launch->buffers[i].offset;
+            }
+            launch->kernel(buffers, &sizes_, rows, thread, pool_.size());
+            pool_.barrier().wait();
+        }
+    }
+
+    int32_t length(int32_t rows) const {
+        if (rows >= 0) return rows;
+        return rows == TOKENS ? sizes_.tokens : rows == ROWS ? sizes_.rows : sizes_.seqs;
+    }
+
+    const Launches begin_, end_;
+    std::vector<char*> bases_;
+    planc_sizes sizes_ = {};
+    Pool pool_;
+};
+
+inline bool fits(const planc_batch& b, const Limits& limits) {
+    return b.num_tokens > 0 && b.num_tokens <= limits.tokens && b.num_rows >= 0 && b.num_rows <= limits.rows && b.num_seqs > 0 &&
+           b.num_seqs <= limits.seqs;
+}
+
+// The plan's C interface over a static launch list. NULL when an argument is wrong or a thread is refused.
+template <int MAX_BUFFERS, int COUNT>
+void* open_program(const Launch<MAX_BUFFERS> (&launches)[COUNT], const Limits& limits, const void* const* weights, int num_weights,
+                   void* arena, void* kv, int threads) noexcept {
+    if (num_weights != limits.weights || !arena || !kv || threads < 1) return nullptr;
+    for (int i = 0; i < num_weights; ++i) {
+        if (!weights[i]) return nullptr;
+    }
+    try {
+        return new Program<MAX_BUFFERS>(launches, launches + COUNT, weights, num_weights, arena, kv, threads);
+    } catch (...) {
+        return nullptr;
+    }
+}
+
+}  // namespace planc

@@ -1,0 +1,169 @@
+"""The independent judge: transformers' own modules score token sequences, one module's weights in memory at a time.
+
+In go a model source and sequences of token ids; out come the logits of every position, chunk by chunk. The model is
+built on the meta device; a hook loads a module's parameters just before its forward and drops them after it. So a model
+larger than RAM can be judged, and nothing of planc's graph, passes or kernels takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from planc.compiler.source.base import ModelSource, meta_model
+from planc.compiler.source.bind import bind
+from planc.compiler.source.buffers import real_buffers, to_torch
+from planc.errors import PlancError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def reference_logits(
+    source: ModelSource,
+    sequences: list[list[int]],
+    rows_per_chunk: int = 64,
+    dtype: torch.dtype = torch.float32,
+    num_threads: int | None = None,
+) -> Iterator[tuple[int, int, np.ndarray[Any, np.dtype[np.float32]]]]:
+    """Yields (sequence index, first position, logits f32[n, vocab]) for all positions of all sequences in order, n <=
+    rows_per_chunk.
+
+    One teacher-forced pass over the sequences as one right-padded batch, attention in transformers' eager form. `dtype`
+    is that of parameters and arithmetic. Memory: the largest module's parameters, the activations of the batch
+    (attention scores take batch x heads x length^2), and rows_per_chunk x vocab logits. PlancError for empty input or
+    ids outside the vocabulary.
+    """
+    model = StreamedModel(source, dtype)
+    _check(sequences, model.vocab_size)
+    with _threads(num_threads):
+        hidden = model.hidden(_padded(sequences))
+    with model.head_loaded():
+        for index, sequence in enumerate(sequences):
+            for start in range(0, len(sequence), rows_per_chunk):
+                rows = hidden[index, start : min(start + rows_per_chunk, len(sequence))]
+                with _threads(num_threads):
+                    logits = model.logits(rows)
+                yield index, start, logits.float().numpy()
+
+
+class StreamedModel:
+    """A transformers causal language model on meta whose modules hold real parameters only while they run.
+
+    live_bytes and peak_bytes count the parameter bytes loaded now, and at most.
+    """
+
+    def __init__(self, source: ModelSource, dtype: torch.dtype = torch.float32) -> None:
+        name = str(dtype).removeprefix("torch.")
+        self._model: Any = meta_model(source.config(), trust_remote_code=source.trust_remote_code, dtype=name)
+        self._source, self._dtype = source, dtype
+        self._binding = bind(self._model, source)
+        self._set_buffers(real_buffers(self._model, source, self._binding))
+        self._loaded: dict[nn.Module, dict[str, Any]] = {}
+        self._keep = False
+        self.live_bytes = self.peak_bytes = 0
+        self._hook()
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._model.get_input_embeddings().num_embeddings)
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        """The base model's last hidden state [batch, length, hidden] for ids i64[batch, length]."""
+        positions = torch.arange(ids.shape[1]).expand(ids.shape)
+        with torch.no_grad():
+            # Padding is on the right, where causal attention does not look, so the mask is all ones.
+            out = self._base()(
+                input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False
+            )
+        self._output = type(out)
+        return out.last_hidden_state
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """logits [n, vocab] of hidden states [n, hidden] that `hidden` returned, by the model's own forward without its
+        base model.
+
+        So soft caps, logit scales and biases of the head are the model's.
+        """
+        base, output = self._base(), self._output(last_hidden_state=rows[None])
+        base.forward = lambda *args, **kwargs: output
+        try:
+            with torch.no_grad():
+                return self._model(input_ids=torch.zeros(1, len(rows), dtype=torch.long), use_cache=False).logits[0]
+        finally:
+            del base.forward
+
+    @contextmanager
+    def head_loaded(self) -> Iterator[None]:
+        """While this is open, what a forward loads stays loaded: the head is read once for all chunks."""
+        self._keep = True
+        try:
+            yield
+        finally:
+            self._keep = False
+            for module in list(self._loaded):
+                self._drop(module)
+
+    def _base(self) -> Any:
+        base = getattr(self._model, self._model.base_model_prefix, None)
+        if base is None or base is self._model:
+            raise PlancError(f"{type(self._model).__name__} has no separate base model; pass --reference none.")
+        return base
+
+    def _set_buffers(self, buffers: dict[str, torch.Tensor]) -> None:
+        for fqn, value in buffers.items():
+            path, _, name = fqn.rpartition(".")
+            self._model.get_submodule(path)._buffers[name] = value
+
+    def _hook(self) -> None:
+        for path, module in self._model.named_modules():
+            own = [name for name, parameter in module._parameters.items() if parameter is not None]
+            if own:
+                names = {name: f"{path}.{name}" if path else name for name in own}
+                module.register_forward_pre_hook(lambda module, _, names=names: self._load(module, names))
+                module.register_forward_hook(lambda module, *_: None if self._keep else self._drop(module))
+
+    def _load(self, module: nn.Module, names: dict[str, str]) -> None:
+        if module in self._loaded:
+            return
+        self._loaded[module] = {name: module._parameters[name] for name in names}
+        for name, fqn in names.items():
+            value = to_torch(self._source.read(self._binding.tensor(fqn))).to(self._dtype)
+            module._parameters[name] = torch.nn.Parameter(value, requires_grad=False)
+            self.live_bytes += value.nbytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _drop(self, module: nn.Module) -> None:
+        for name, empty in self._loaded.pop(module, {}).items():
+            self.live_bytes -= module._parameters[name].nbytes  # type: ignore[union-attr]
+            module._parameters[name] = empty
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """torch's thread count, put back afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _padded(sequences: list[list[int]]) -> torch.Tensor:
+    """i64[count, longest], zeros on the right."""
+    width = max(map(len, sequences))
+    return torch.tensor([sequence + [0] * (width - len(sequence)) for sequence in sequences], dtype=torch.long)
+
+
+def _check(sequences: list[list[int]], vocab: int) -> None:
+    if not sequences or not all(sequences):
+        raise PlancError("the reference needs at least one sequence, and each of at least one token.")
+    for index, sequence in enumerate(sequences):
+        wrong = [token for token in sequence if not 0 <= token < vocab]
+        if wrong:
+            raise PlancError(f"sequence {index} holds token {wrong[0]}; the vocabulary has ids 0 to {vocab - 1}.")
