@@ -1,5 +1,6 @@
 """The command line: in go verbs and flags, out come the floors below, imported only inside the verb that needs them."""
 
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -38,6 +39,7 @@ def main() -> None:
 def _build_extra(verb: F) -> F:
     """Turns a missing dependency of the compiler into the command that installs it."""
 
+    @functools.wraps(verb)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
             return verb(*args, **kwargs)
@@ -46,24 +48,38 @@ def _build_extra(verb: F) -> F:
                 raise
             raise PlancError(f"building needs {e.name}; install it with: pip install 'planc[build]'") from e
 
-    wrapped.__doc__ = verb.__doc__
     return wrapped  # type: ignore[return-value]
 
 
 @main.command()
 @click.option("--model", required=True, help="Hugging Face folder or hub id, a .gguf file, or an alias (smollm2-135m).")
-@click.option("--dtype", type=click.Choice(["bf16", "f32", "int8"]), default="bf16", show_default=True,
-              help="Storage of the weights of linear layers and embeddings.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "f32", "int8"]),
+    default="bf16",
+    show_default=True,
+    help="Storage of the weights of linear layers and embeddings.",
+)
 @click.option("--target", default="cpu", show_default=True, help="cpu (this machine's) or cpu:<isa>.")
 @click.option("--max-model-len", type=int, help="Tokens of one sequence. [default: the model's]")
 @click.option("--max-num-seqs", type=int, default=64, show_default=True, help="Sequences in one step.")
 @click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True, help="Tokens in one step.")
 @click.option("--block-size", type=int, default=16, show_default=True, help="Tokens in a block of the KV cache.")
 @click.option("--kv-cache-dtype", type=click.Choice(["auto", "f32", "bf16"]), default="auto", show_default=True)
-@click.option("--weights", type=click.Choice(["pack", "none"]), default="pack", show_default=True,
-              help="none builds the code alone.")
-@click.option("--reference", type=click.Choice(["transformers", "none"]), default="transformers", show_default=True,
-              help="What judges the plan; none skips it, and the manifest says so.")
+@click.option(
+    "--weights",
+    type=click.Choice(["pack", "none"]),
+    default="pack",
+    show_default=True,
+    help="none builds the code alone.",
+)
+@click.option(
+    "--reference",
+    type=click.Choice(["transformers", "none"]),
+    default="transformers",
+    show_default=True,
+    help="What judges the plan; none skips it, and the manifest says so.",
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--revision", help="Branch, tag or commit of a hub id.")
 @click.option("--allow-pickle", is_flag=True, help="Read pickled weights (weights_only) where there are no others.")
@@ -164,3 +180,45 @@ def diff(a: Path, b: Path) -> None:
     found = differences(a, b)
     click.echo("\n".join(found) if found else "identical")
     sys.exit(1 if found else 0)
+
+
+@main.command()
+@click.argument("plan", type=PLAN)
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=int, default=8000, show_default=True)
+@click.option("--api-key", envvar="PLANC_API_KEY", help="Key that requests must carry; /health stays open.")
+@click.option("--served-model-name", help="Name in the API. [default: the model's]")
+@click.option("--max-num-seqs", type=int, help="Sequences in one step. [default: the plan's]")
+@click.option("--max-num-batched-tokens", type=int, help="Tokens in one step. [default: the plan's]")
+@click.option("--kv-cache-memory-bytes", type=int, help="Size of the KV cache; goes before --memory-utilization.")
+@click.option(
+    "--memory-utilization",
+    type=float,
+    default=0.9,
+    show_default=True,
+    help="Share of the available memory that weights, activations and KV cache may take.",
+)
+@click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True)
+@click.option("--threads", type=int, help="Threads of a step. [default: the CPUs that this process may use]")
+@click.option(
+    "--shutdown-timeout",
+    type=int,
+    default=45,
+    show_default=True,
+    help="Seconds that running requests get to end after SIGTERM.",
+)
+@click.option("--seed", type=int, help="Of the seeds drawn for requests that bring none.")
+@click.option("--prompt", help="Print the answer to this prompt and leave, without a server.")
+@click.option("--max-tokens", type=int, help="With --prompt: the most tokens to generate.")
+def run(prompt: str | None, max_tokens: int | None, **flags: Any) -> None:
+    """Serve a plan over an OpenAI-compatible API, or answer one prompt."""
+    from planc.runtime.run import RunOptions, run_prompt, serve
+
+    if max_tokens is not None and prompt is None:
+        raise click.UsageError("--max-tokens goes with --prompt")
+    options = RunOptions(**flags)
+    if prompt is None:
+        serve(options, click.echo)
+    else:
+        run_prompt(options, prompt, max_tokens)
+        click.echo()

@@ -9,6 +9,7 @@ from planc.compiler.ir.types import PACKED, TensorType
 
 _FORMATS = {"f32": "PackedF32", "bf16": "PackedBf16", "i8": "PackedI8"}
 _ELEMENTS = {"f32": "float", "bf16": "uint16_t", "i8": "int8_t"}
+_CACHE = "f32 [T, heads, D] and a cache of f32 or bf16 whose block size is a multiple of 16"
 
 
 def _num(node: Node, name: str) -> int:
@@ -51,8 +52,7 @@ def _linear(node: Node, types: Types) -> Design:
         alias("Format", f"planc::{_FORMATS[w.dtype]}", w.dtype),
         integer("N", n),
         integer("K", k),
-        Constant(f"static constexpr int X_STRIDE = {_row_stride(x)}", f"x{_row_stride(x)}"),
-        Constant(f"static constexpr int Y_STRIDE = {n}", ""),
+        integer("X_STRIDE", _row_stride(x)),
         integer("INNER", prod(int(d) for d in x.shape[1:-1])),
         flag("BIAS", bias),
     )
@@ -109,7 +109,7 @@ def _rotary(node: Node, types: Types) -> Design:
     return Design(constants)
 
 
-def _cache_fits(node: Node) -> bool:
+def _cache_fits(node: Node, types: Types) -> bool:
     return node.attr("dtype") in ("f32", "bf16") and _num(node, "block") % 16 == 0
 
 
@@ -121,17 +121,14 @@ def _cache(node: Node) -> tuple[Constant, ...]:
         integer("K_DIM", _num(node, "k_dim")),
         integer("V_DIM", _num(node, "v_dim")),
         integer("BLOCK_SIZE", _num(node, "block")),
+        integer("PAGE_BYTES", _num(node, "page_bytes")),
     )
 
 
 def _kv_append(node: Node, types: Types) -> Design:
     (k_row, k_head, _), (v_row, v_head, _) = types[0].strides(), types[1].strides()
     strides = (("KEY_ROW", k_row), ("KEY_HEAD", k_head), ("VALUE_ROW", v_row), ("VALUE_HEAD", v_head))
-    return Design((*_cache(node), *(integer(n, v) for n, v in strides)), {"places": _places(node)})
-
-
-def _places(node: Node) -> str:
-    return ", ".join(str(_num(node, name)) for name in ("page_bytes", "k_offset", "v_offset"))
+    return Design((*_cache(node), *(integer(n, v) for n, v in strides)))
 
 
 def _attention(node: Node, types: Types) -> Design:
@@ -176,4 +173,22 @@ MODEL: tuple[Row, ...] = (
     _norm_row("add_rms_norm", 2),
     _norm_row("add_layer_norm", 2),
     Row("rotary", "rotary.cpp.jinja", _rotary, "x f32[T, heads, D], tables f32[positions, R/2]", views=frozenset({0})),
+    Row(
+        "kv_append",
+        "kv_append.cpp.jinja",
+        _kv_append,
+        _CACHE,
+        _cache_fits,
+        views=frozenset({0, 1}),
+        places={3: ("k_offset", "v_offset")},
+    ),
+    Row(
+        "paged_attention",
+        "paged_attention.cpp.jinja",
+        _attention,
+        _CACHE,
+        _cache_fits,
+        views=frozenset({0}),
+        places={1: ("k_offset", "v_offset")},
+    ),
 )

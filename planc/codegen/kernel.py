@@ -11,7 +11,7 @@ from typing import Any
 
 from planc.codegen.target import Target
 from planc.compiler.ir.graph import Node
-from planc.compiler.ir.types import PACKED, TensorType
+from planc.compiler.ir.types import PACKED, PACKED_FOR, TensorType
 from planc.errors import PlancError
 
 Types = Sequence[TensorType]
@@ -75,11 +75,20 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Argument:
+    """A buffer that a launch passes: a value of the graph, and a byte offset into it."""
+
+    value: str
+    offset: int = 0
+
+
+@dataclass(frozen=True)
 class Row:
     """One row of the kernel table: the nodes of `op` that `when` accepts run in `template`.
 
     `says` names what it takes, for errors. `packed` are inputs that must come in their packed layout, `either` those
-    that may, `views` those that may be strided views; the others must be dense.
+    that may, `views` those that may be strided views; the others must be dense. `places` gives an input as several
+    buffers, each at the byte offset that an attribute holds: what differs by layer stays out of the kernel.
     """
 
     op: str
@@ -90,26 +99,21 @@ class Row:
     packed: frozenset[int] = frozenset()
     either: frozenset[int] = frozenset()
     views: frozenset[int] = frozenset()
+    places: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     def layout(self, index: int, t: TensorType) -> str:
         """What input `index` must be: `row` (dense), `any` (dense, strided or, for tables, packed), or a packed layout."""
         if index in self.packed:
-            return _packed_for(t.dtype)
+            return PACKED_FOR[t.dtype]
         return "any" if index in self.views or index in self.either else "row"
 
     def takes(self, index: int, t: TensorType) -> bool:
         """True when input `index` may have the layout of `t`."""
         if index in self.packed:
-            return t.layout == _packed_for(t.dtype)
+            return t.layout == PACKED_FOR.get(t.dtype)
         if t.layout in PACKED:
-            return index in self.either and t.layout == _packed_for(t.dtype)
+            return index in self.either and t.layout == PACKED_FOR.get(t.dtype)
         return t.layout == "row" or index in self.views
-
-
-def _packed_for(dtype: str) -> str:
-    from planc.compiler.ir.types import PACKED_FOR
-
-    return PACKED_FOR[dtype]
 
 
 def layouts(node: Node, types: Types, target: Target) -> tuple[str, ...]:
@@ -133,6 +137,16 @@ def choose(node: Node, types: Types, target: Target) -> Kernel:
         )
     design = row.design(node, types)
     return Kernel(_name(node.op, design), node.op, row.template, design)
+
+
+def arguments(node: Node, types: Types, target: Target) -> tuple[Argument, ...]:
+    """The buffers of the node's kernel in order: its inputs, then its outputs."""
+    row = _row(node, types, target)
+    out: list[Argument] = []
+    for i, name in enumerate(node.inputs):
+        offsets = [node.attr(a) for a in row.places[i]] if i in row.places else [0]
+        out += [Argument(name, offset) for offset in offsets if isinstance(offset, int)]
+    return (*out, *(Argument(v.name) for v in node.outputs))
 
 
 def _row(node: Node, types: Types, target: Target) -> Row:

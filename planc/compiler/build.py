@@ -292,7 +292,7 @@ def _score(
     progress: Progress,
 ) -> tuple[tuple[schema.Golden, ...], schema.Accuracy]:
     scorer = Scorer(executor, plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens)
-    tokenizer = Tokenizer(root / "tokenizer")
+    tokenizer = Tokenizer.load(root / "tokenizer")
     with progress.stage("goldens"):
         material = accuracy.generate(scorer, tokenizer.encode, plan.limits.max_model_len)
     _check_ids(material, plan.limits.vocab_size)

@@ -7,7 +7,9 @@ memory for activations and the KV cache.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
+import os
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,8 @@ from planc.plans.host import missing_flags
 from planc.plans.schema import Plan
 from planc.runtime.batch import Batch, Int32
 from planc.runtime.weights import MappedWeights, addresses
+
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class _CBatch(ctypes.Structure):
@@ -38,9 +42,12 @@ class _CBatch(ctypes.Structure):
 
 
 class CpuExecutor:
-    """Runs a plan's program. Raises PlancError when this CPU lacks the plan's ISA or a file is missing or corrupt."""
+    """Runs a plan's program. Raises PlancError when this CPU lacks the plan's ISA or a file is missing or corrupt.
 
-    def __init__(self, root: Path, plan: Plan, num_blocks: int, num_threads: int) -> None:
+    num_threads is by default the CPUs that this process may use.
+    """
+
+    def __init__(self, root: Path, plan: Plan, num_blocks: int, num_threads: int | None = None) -> None:
         _check_target(plan.target)
         if not plan.weight_files:
             raise PlancError(f"{root}: the plan has no weights; build it with --weights pack to serve it.")
@@ -53,7 +60,7 @@ class CpuExecutor:
         self._arena = _anonymous(plan.program.arena_bytes, "activations")
         self._kv = _anonymous(num_blocks * plan.kv.page_bytes, "the KV cache")
         self._logits = _logits_view(self._arena, plan)
-        self._handle = self._open(plan.program.weights, num_threads)
+        self._handle = self._open(plan.program.weights, num_threads or available_cpus())
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
         """Run one step; logits [R, vocab_size], overwritten by the next one."""
@@ -94,6 +101,16 @@ def kv_blocks(plan: Plan, memory: int, max_num_seqs: int) -> int:
             f"{plan.kv.block_size} tokens; free memory, or raise --kv-cache-memory-bytes or --memory-utilization"
         )
     return blocks
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use: its affinity, and no more than its cgroup's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = CPU_QUOTA.read_text().split()
+        return max(1, min(allowed, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no cgroup, or no quota ("max")
+        return allowed
 
 
 def _check_target(target: str) -> None:

@@ -215,7 +215,7 @@ class CompletionRequest(GenerationRequest):
         return prompt
 
     def sampling(self, defaults: Mapping[str, float], room: int) -> SamplingParams:
-        """`room` is what the context holds after the longest prompt: OpenAI's default of 16 tokens does not exceed it."""
+        """`room` is what the context holds after the longest prompt: the default of 16 tokens does not exceed it."""
         limit = max(1, min(DEFAULT_COMPLETION_TOKENS, room)) if self.max_tokens is None else self.max_tokens
         return self.params(defaults, limit, self.logprobs)
 
@@ -267,9 +267,9 @@ def parse(kind: type[Body], body: bytes) -> Body:
         raise RequestError(f"{where}: {first['msg']}" if where else first["msg"], param=param) from None
 
 
-def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
-    """The sampling values of a generation_config.json; those that are no valid SamplingParams are logged and left out."""
-    found: dict[str, float] = {}
+def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling values of a generation_config.json; those that no SamplingParams takes are logged and left out."""
+    found: dict[str, Any] = {}
     for name in SAMPLING_KEYS:
         value = generation_config.get(name)
         if value is None:

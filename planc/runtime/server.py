@@ -143,9 +143,7 @@ async def _respond(request: Request, body: GenerationRequest, job: Job, form: Fo
         return EventStream(job, form.events(job, choices, body.stream_options or StreamOptions()))
     outputs = await job.collect(request.receive)
     if any(output.finish_reason == "abort" for output in outputs):
-        raise RequestError(
-            "the request was aborted", status=503 if not await request.is_disconnected() else CLIENT_GONE
-        )
+        raise RequestError("the server stopped, or the client left, before the response was whole", status=503)
     return JSONResponse(form.whole(job, outputs))
 
 

@@ -1,4 +1,4 @@
-"""From the engine's thread to asyncio: the sequences of one HTTP request go in, their outputs come out as they appear."""
+"""From the engine's thread to asyncio: one HTTP request's sequences go in, their outputs come out as they appear."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Job:
         try:
             for choice in range(len(prompts) * samples):
                 sink = partial(self._put, choice)
-                prompt, sample = divmod(choice, samples)
-                self._running[choice] = engine.submit(prompts[prompt], params, sink, sample=sample, salt=salt)
+                which, sample = divmod(choice, samples)
+                self._running[choice] = engine.submit(prompts[which], params, sink, sample=sample, salt=salt)
         except RequestError:
             self.abort()
             raise

@@ -81,7 +81,7 @@ class Tokenizer:
 
         return ChatTemplate(self.template_source, self.special_tokens)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of text. With add_special_tokens, what the model wants around a text, but never a second BOS."""
         ids: list[int] = self.raw.encode(text, add_special_tokens=add_special_tokens).ids
         return self._one_bos(ids, text) if add_special_tokens else ids

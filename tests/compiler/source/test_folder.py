@@ -33,7 +33,7 @@ def folder(pristine: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sharded(pristine_sharded: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(pristine_sharded, tmp_path / "model"))
+    return Path(shutil.copytree(pristine_sharded, tmp_path / "shards"))
 
 
 def fails(folder: Path | str, *words: str, **options: bool) -> None:

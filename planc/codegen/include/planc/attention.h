@@ -19,7 +19,7 @@ enum class MaskKind { CAUSAL, SLIDING, CHUNKED };
 // What attention reads of a step.
 struct AttentionInputs {
     const float* q;              // [T, HEADS, K_DIM], strides Q_ROW and Q_HEAD
-    void* kv;                    // the cache, which already holds this step's keys
+    void *keys, *values;         // the layer's part of the cache, which already holds this step's own
     const int32_t* page_table;   // [S, table_stride]
     const int32_t* query_start;  // [S + 1]: the rows of each sequence
     const int32_t* positions;    // [T]
@@ -159,7 +159,7 @@ class PagedAttention {
         Vec acc[MR][NB] = {};
         for (int b = 0; b < NB; ++b) {
             const int position = c.base + j + b * LANES;
-            key[b] = Cache<Config>::key(in_.kv, pages[position / BLOCK_SIZE], head, position % BLOCK_SIZE);
+            key[b] = Cache<Config>::key(in_.keys, pages[position / BLOCK_SIZE], head, position % BLOCK_SIZE);
         }
         for (int m = 0; m < MR; ++m) q[m] = rows[m].q;
         for (int d = 0; d < K_DIM; ++d) {
@@ -241,7 +241,7 @@ class PagedAttention {
         }
         for (int j = part.begin; j < part.end;) {
             const int slot = (base + j) % BLOCK_SIZE, stop = std::min(part.end, j + BLOCK_SIZE - slot);
-            const Element* row = Cache<Config>::value(in_.kv, pages[(base + j) / BLOCK_SIZE], head, slot);
+            const Element* row = Cache<Config>::value(in_.values, pages[(base + j) / BLOCK_SIZE], head, slot);
             for (; j < stop; ++j, row += V_DIM) {
                 Vec x[NV];
                 PLANC_UNROLL for (int v = 0; v < NV; ++v) x[v] = load_value(row, first + v);

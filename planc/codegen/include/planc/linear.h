@@ -57,12 +57,12 @@ PLANC_INLINE void accumulate(Vec (&acc)[MR][NV], const float* x, const char* w, 
 
 }  // namespace detail
 
-// Config: Format (PackedF32, PackedBf16 or PackedI8), N, K, X_STRIDE and Y_STRIDE (floats between rows), BIAS.
+// Config: Format (PackedF32, PackedBf16 or PackedI8), N, K, X_STRIDE (floats between rows of x; y is dense), BIAS.
 // x and y must not overlap.
 template <class Config>
 class Linear {
     using Format = typename Config::Format;
-    static constexpr int N = Config::N, K = Config::K, LDX = Config::X_STRIDE, LDY = Config::Y_STRIDE;
+    static constexpr int N = Config::N, K = Config::K, LDX = Config::X_STRIDE, LDY = N;
     static constexpr bool BIAS = Config::BIAS;
 
    public:

@@ -1,0 +1,5 @@
+"""`python -m planc` is the command line."""
+
+from planc.cli import main
+
+main()

@@ -1,0 +1,111 @@
+"""The program of a plan: in goes a planned graph, out come its kernels, its launch list and every source file."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from planc.codegen.kernel import Argument, Kernel, arguments, choose
+from planc.codegen.render import kernel_source, render
+from planc.codegen.target import Target
+from planc.compiler.ir.graph import Graph, Node
+from planc.compiler.ir.ops import OPS
+from planc.errors import PlancError
+
+_LENGTHS = {"T": "planc::TOKENS", "R": "planc::ROWS", "S": "planc::SEQS"}
+_INPUTS = ("kv", "ids", "positions", "slots", "page_table", "query_start", "logit_rows")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of a kernel: the C++ text of each buffer and of the length of the token axis."""
+
+    kernel: Kernel
+    length: str
+    buffers: tuple[str, ...]
+    loc: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """One step: launches in order, weights in the order of `planc_open`, and where the logits lie in the arena."""
+
+    target: Target
+    launches: tuple[Launch, ...]
+    weights: tuple[str, ...]
+    logits_offset: int
+    limits: Mapping[str, int]
+
+    @cached_property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Each kernel once, in order of first use."""
+        return tuple({launch.kernel.name: launch.kernel for launch in self.launches}.values())
+
+    @cached_property
+    def counts(self) -> Mapping[str, int]:
+        """Launches a step by kernel name."""
+        return Counter(launch.kernel.name for launch in self.launches)
+
+    @cached_property
+    def sources(self) -> Mapping[str, str]:
+        """File name -> C++ source: one file a kernel, and `step.cpp`."""
+        files = {f"{k.name}.cpp": kernel_source(k) for k in self.kernels}
+        return files | {"step.cpp": self._step()}
+
+    def _step(self) -> str:
+        variables = {
+            "kernels": [k.name for k in self.kernels],
+            "launches": self.launches,
+            "num_weights": len(self.weights),
+            "max_buffers": max(len(launch.buffers) for launch in self.launches),
+            "limits": self.limits,
+        }
+        return render("step.cpp.jinja", variables)
+
+
+def program(graph: Graph, target: Target, limits: Mapping[str, int]) -> Program:
+    """The program of a graph that the select and memory passes have been over.
+
+    `limits` holds the largest T, S and R of a step. PlancError names a node that no kernel runs, or a value without
+    an address.
+    """
+    nodes = [n for n in graph.nodes if not OPS[n.op].view]
+    used = {name for n in nodes for name in n.inputs}
+    weights = tuple(w.name for w in graph.weights if w.name in used)
+    refs = _refs(graph, weights)
+    launches = tuple(_launch(n, graph, target, refs) for n in nodes)
+    logits = graph.producers[graph.outputs[0]]
+    address = next(v.addr for v in logits.outputs if v.name == graph.outputs[0])
+    if address is None:
+        raise PlancError(f"%{graph.outputs[0]} has no address; run the memory pass first")
+    return Program(target, launches, weights, address, dict(limits))
+
+
+def _refs(graph: Graph, weights: tuple[str, ...]) -> dict[str, tuple[str, int]]:
+    """Value name -> (base, byte offset in it) as C++ text and a number."""
+    refs = {v.name: (v.name.upper(), 0) for v in graph.inputs if v.name in _INPUTS}
+    refs |= {name: (f"weight({i})", 0) for i, name in enumerate(weights)}
+    refs |= {v.name: ("arena", v.addr) for n in graph.nodes for v in n.outputs if v.addr is not None}
+    return refs
+
+
+def _launch(n: Node, graph: Graph, target: Target, refs: Mapping[str, tuple[str, int]]) -> Launch:
+    types = [graph.types[i] for i in n.inputs]
+    kernel = choose(n, types, target)
+    buffers = tuple(_buffer(a, n, refs) for a in arguments(n, types, target))
+    axis = n.out.type.shape[0] if n.outputs else types[0].shape[0]
+    return Launch(kernel, _LENGTHS.get(axis, str(axis)) if isinstance(axis, str) else str(axis), buffers, n.loc)
+
+
+def _buffer(argument: Argument, n: Node, refs: Mapping[str, tuple[str, int]]) -> str:
+    if argument.value not in refs:
+        raise PlancError(
+            f"{n.op} at {n.loc or 'top level'}: %{argument.value} has no address; known graph inputs are "
+            f"{', '.join(_INPUTS)}, everything else needs the memory pass"
+        )
+    base, offset = refs[argument.value]
+    if base == "arena":
+        return f"arena({offset + argument.offset})"
+    if base.startswith("weight"):
+        return base
+    return f"{{planc::{base}, {argument.offset}}}"

@@ -1,0 +1,133 @@
+"""The gates: in goes a config, out comes how far its lifted graph is from transformers' own module, or a PlancError with the finding.
+
+A small copy of the model with random float32 weights runs both ways, on more tokens than the trace saw and than any
+window holds, at irregular positions (a constant shift is invisible to rotary). Every comparison treats NaN as a failure.
+"""
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from planc.compiler import hooks
+from planc.compiler.ir import interp
+from planc.compiler.lift import Lifted, lift
+from planc.compiler.shrink import shrunk
+from planc.compiler.trace import build, trace
+from planc.errors import PlancError
+
+TOKENS = 70  # beyond 64-token chunk loops and beyond the windows of a shrunk config
+TOLERANCE = 1e-5  # of the largest logit
+LOCAL_TOLERANCE = 1e-4
+LARGEST = 200_000_000  # parameters of a model that is still tested when it cannot be shrunk
+_NOISE = 8.0  # how many times float32's own distance from float64 a graph may be off
+
+
+def self_test(config: PretrainedConfig) -> float:
+    """Largest error of the lifted graph's logits, relative to the largest logit, on a shrunk copy of the model.
+
+    PlancError names the finding: tokens that mix outside of attention, or logits that differ.
+    """
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model, lifted = _small(config)
+        ids, positions = _prompt(model.config)
+        check_local(model, ids, positions)
+        return check_logits(model, lifted, ids, positions)
+
+
+def _small(config: PretrainedConfig) -> tuple[PreTrainedModel, Lifted]:
+    """The smallest copy that transformers can build and that lifts, with random weights."""
+    failure: PlancError | None = None
+    for candidate in shrunk(config):
+        try:
+            if sum(p.numel() for p in build(copy.deepcopy(candidate), "eager").parameters()) > LARGEST:
+                continue
+            model = random_model(candidate)
+            return model, _lifted(candidate, model)
+        except PlancError as e:
+            failure = failure or e
+    raise failure or PlancError("self-test: the model cannot be shrunk to a size that can be run here")
+
+
+def random_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The eager float32 model with weights that leave no part of it trivial."""
+    model = build(copy.deepcopy(config), "eager", device="cpu")
+    for parameter in model.parameters():
+        noise = torch.randn_like(parameter)
+        parameter.copy_(0.7 * noise / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else parameter + 0.2 * noise)
+    return model
+
+
+def _lifted(config: PretrainedConfig, model: nn.Module) -> Lifted:
+    state = model.state_dict()
+    tensors = {name: ("f32", tuple(t.shape)) for name, t in state.items()}
+    return lift(trace(copy.deepcopy(config)), tensors, {name: name for name in tensors})
+
+
+def _prompt(config: PretrainedConfig) -> tuple[Tensor, Tensor]:
+    """Random ids and increasing positions with gaps, both [1, tokens]."""
+    limit = int(getattr(config, "max_position_embeddings", None) or 4 * TOKENS)
+    tokens = min(TOKENS, limit)
+    positions = torch.randperm(min(limit, 4 * tokens))[:tokens].sort().values
+    return torch.randint(3, int(config.vocab_size), (1, tokens)), positions[None]
+
+
+def _run(model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+    """transformers' logits [tokens, vocab]. The mask of ones keeps it from reading gaps in positions as new sequences."""
+    ones = torch.ones_like(ids)
+    logits: Tensor = model(input_ids=ids, position_ids=positions, attention_mask=ones, use_cache=False).logits
+    return logits[0]
+
+
+def check_logits(model: nn.Module, lifted: Lifted, ids: Tensor, positions: Tensor) -> float:
+    """Compares the interpreted graph with the module on some rows; returns the relative error."""
+    rows = torch.tensor([ids.shape[1] - 1, 0, ids.shape[1] // 2, 3])
+    state = model.state_dict()
+    weights = interp.weights_of(lifted.graph, lambda name: state[name].numpy(), lifted.constants)
+    given = {"ids": ids[0], "positions": positions[0], "logit_rows": rows}
+    inputs = {name: t.numpy().astype(np.int32) for name, t in given.items()}
+    ours = torch.from_numpy(interp.run(lifted.graph, inputs, weights)["logits"])
+    theirs = _run(model, ids, positions)[rows]
+    exact = _run(copy.deepcopy(model).double(), ids, positions)[rows]
+    error, noise = _distance(ours, theirs), _distance(theirs, exact)
+    if not error <= max(TOLERANCE, _NOISE * noise):
+        raise PlancError(
+            f"self-test: logits of the compiled graph differ from transformers' by {error:.1e} of the largest, "
+            f"expected at most {TOLERANCE:.0e}; the graph does not compute what the model does"
+        )
+    return error
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).abs().max() / b.abs().max())
+
+
+def check_local(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> None:
+    """With attention cut down to single tokens, permuting the tokens must permute the logits and change nothing else."""
+    order = torch.randperm(ids.shape[1])
+    with hooks.installed(_one_token, _no_mask, name="planc-local") as name:
+        model.set_attn_implementation(name)
+        try:
+            straight, permuted = _run(model, ids, positions), _run(model, ids[:, order], positions[:, order])
+        finally:
+            model.set_attn_implementation("eager")
+    if not _distance(permuted, straight[order]) <= LOCAL_TOLERANCE:
+        raise PlancError("self-test: tokens mix outside of attention, so sequences cannot share a step")
+
+
+def _one_token(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **others: Any
+) -> tuple[Tensor, None]:
+    """A stand-in for attention where each token sees itself alone, yet q, k and v all matter."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+    score = torch.tanh((query * key).sum(-1, keepdim=True))
+    return (value * (1 + score)).transpose(1, 2).contiguous(), None
+
+
+def _no_mask(*given: Any, **others: Any) -> None:
+    return None

@@ -1,0 +1,223 @@
+"""`planc run`: options go in; a served plan, or the text of one prompt, comes out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from planc.errors import PlancError, UsageError
+from planc.plans import store
+from planc.plans.host import available_bytes
+from planc.plans.schema import Plan
+from planc.runtime.cpu import CpuExecutor, kv_blocks
+from planc.runtime.engine import Engine, Observer
+from planc.runtime.output import Output
+from planc.runtime.scheduler import SchedulerLimits
+from planc.runtime.sequence import SamplingParams
+from planc.runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from planc.runtime.server import Service
+
+log = logging.getLogger("planc")
+Echo = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The flags of `planc run`. None means the plan's own limit, all CPUs, or no key.
+
+    Memory of the KV cache is kv_cache_memory_bytes, or else memory_utilization of what the machine has available after
+    weights and activations; in no case more than max_num_seqs full sequences need.
+    """
+
+    plan: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    served_model_name: str | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    threads: int | None = None
+    seed: int | None = None
+    shutdown_timeout: int = 45
+
+    def __post_init__(self) -> None:
+        if not 0 < self.memory_utilization <= 1:
+            raise UsageError(f"--memory-utilization is {self.memory_utilization}, expected a share in (0, 1]")
+        if not 0 <= self.port <= 65535:
+            raise UsageError(f"--port is {self.port}, expected 0 to 65535")
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"--threads is {self.threads}, expected at least 1")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A plan that is ready to serve."""
+
+    plan: Plan
+    engine: Engine
+    tokenizer: Tokenizer
+
+
+def load(options: RunOptions, observer: Observer | None = None) -> Loaded:
+    """Open a plan: check its limits against the options, map weights, size the KV cache. The engine is not started."""
+    plan = store.load(options.plan)
+    limits = _limits(plan, options)
+    blocks = kv_blocks(plan, _kv_memory(plan, options), limits.max_num_seqs)
+    executor = CpuExecutor(options.plan, plan, blocks, options.threads)
+    tokenizer = Tokenizer.load(options.plan / "tokenizer")
+    engine = Engine(
+        executor,
+        tokenizer,
+        limits,
+        eos_token_ids=tuple(dict.fromkeys((*plan.model.eos_token_ids, *tokenizer.eos_token_ids))),
+        prefix_caching=options.enable_prefix_caching,
+        seed=options.seed,
+        observer=observer,
+    )
+    if engine.limits.max_model_len < limits.max_model_len:
+        log.warning(
+            "the KV cache holds %d tokens, so sequences are limited to that instead of the plan's %d; "
+            "--kv-cache-memory-bytes %d would hold one of full length",
+            engine.limits.max_model_len,
+            limits.max_model_len,
+            engine.pool.blocks_for(limits.max_model_len) * plan.kv.page_bytes,
+        )
+    return Loaded(plan, engine, tokenizer)
+
+
+def serve(options: RunOptions, echo: Echo = print) -> None:
+    """Serve a plan over HTTP until SIGINT or SIGTERM, then let running requests end (shutdown_timeout seconds).
+
+    The port is claimed first, so that a port in use is known at once, and opens when the model is ready.
+    """
+    started = time.monotonic()
+    with _claim(options.host, options.port) as listener:
+        from planc.runtime.metrics import Metrics
+        from planc.runtime.protocol import model_defaults
+        from planc.runtime.server import Service
+        from planc.runtime.web import serve_app
+
+        name = options.served_model_name or store.load(options.plan).model.name
+        metrics = Metrics(name)
+        loaded = load(options, metrics)
+        service = Service(
+            loaded.engine,
+            loaded.tokenizer,
+            name,
+            metrics,
+            api_key=options.api_key,
+            defaults=model_defaults(loaded.tokenizer.generation),
+            fingerprint=loaded.plan.model.fingerprint[:16],
+        )
+        metrics.watch(loaded.engine, loaded.plan.kv.dtype)
+        loaded.engine.start()
+        try:
+            _announce(service, listener, time.monotonic() - started, echo)
+            asyncio.run(serve_app(service, listener, options.shutdown_timeout))
+        finally:
+            loaded.engine.close()
+
+
+def run_prompt(
+    options: RunOptions, prompt: str, max_tokens: int | None = None, write: Callable[[str], object] | None = None
+) -> Output:
+    """Write the answer to one prompt as it is generated, and return its last Output.
+
+    The prompt is the user's turn of a conversation when the model has a chat template, else the text to go on from.
+    """
+    from planc.runtime.protocol import model_defaults
+
+    write = write or _write_out
+    loaded = load(options)
+    tokenizer, engine = loaded.tokenizer, loaded.engine
+    if tokenizer.chat_template is not None:
+        ids = tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": prompt}]), add_special_tokens=False)
+    else:
+        ids = tokenizer.encode(prompt)
+    params = SamplingParams(**{"max_tokens": max_tokens, **model_defaults(tokenizer.generation)})
+    arrived: SimpleQueue[Output] = SimpleQueue()
+    engine.start()
+    try:
+        engine.submit(ids, params, arrived.put)
+        while True:
+            output = arrived.get()
+            write(output.text)
+            if output.finish_reason == "error":
+                raise PlancError(output.error or "the engine failed")
+            if output.finish_reason is not None:
+                return output
+    finally:
+        engine.close()
+
+
+def _limits(plan: Plan, options: RunOptions) -> SchedulerLimits:
+    return SchedulerLimits(
+        plan.limits.max_model_len,
+        _within("--max-num-seqs", options.max_num_seqs, plan.limits.max_num_seqs),
+        _within("--max-num-batched-tokens", options.max_num_batched_tokens, plan.limits.max_num_batched_tokens),
+    )
+
+
+def _within(flag: str, wanted: int | None, limit: int) -> int:
+    if wanted is None:
+        return limit
+    if wanted < 1:
+        raise UsageError(f"{flag} is {wanted}, expected at least 1")
+    if wanted > limit:
+        raise PlancError(
+            f"{flag} {wanted} is above this plan's {limit}; pass at most that, or build with {flag} {wanted}"
+        )
+    return wanted
+
+
+def _kv_memory(plan: Plan, options: RunOptions) -> int:
+    """Bytes for the KV cache. Weights count as used although the kernel could drop their pages: serving needs them."""
+    if options.kv_cache_memory_bytes is not None:
+        return options.kv_cache_memory_bytes
+    taken = sum((options.plan / name).stat().st_size for name in plan.weight_files if (options.plan / name).exists())
+    return int(options.memory_utilization * available_bytes()) - taken - plan.program.arena_bytes
+
+
+def _claim(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet: clients are refused until the model is ready."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as e:
+        raise PlancError(f"--host {host}: {e.strerror or e}") from e
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as e:
+        listener.close()
+        raise PlancError(f"cannot listen on {host}:{port} ({e.strerror}); choose another --port or --host") from e
+    return listener
+
+
+def _announce(service: Service, listener: socket.socket, seconds: float, echo: Echo) -> None:
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    pool, limits = service.engine.pool, service.engine.limits
+    echo(
+        f"{service.model_name}: loaded in {seconds:.2f} s; {limits.max_num_seqs} sequences of up to "
+        f"{limits.max_model_len} tokens, KV cache of {pool.num_blocks * pool.block_size} tokens"
+    )
+    echo(f"serving on http://{shown}:{port}")
+
+
+def _write_out(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,61 @@
+"""uvicorn around the app: a bound socket and a service go in, requests are served until a signal asks to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from planc.errors import PlancError
+from planc.runtime.server import Service, create_app
+
+log = logging.getLogger("planc.server")
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+KEEP_ALIVE_SECONDS = 5
+
+
+class _Server(uvicorn.Server):
+    """Drains at the first signal: /health is 503, new requests are refused, running ones end. A second one aborts."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but the signals are not raised again afterwards: draining is a clean end."""
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to drain, or stop at once when already draining."""
+        self.force_exit = self._service.draining
+        self._service.draining = True
+        self.should_exit = True
+
+
+async def serve_app(service: Service, listener: socket.socket, shutdown_timeout: int) -> None:
+    """Listen on the socket and serve until SIGINT or SIGTERM; running requests get shutdown_timeout seconds to end."""
+    try:
+        listener.listen(2048)
+    except OSError as e:
+        raise PlancError(f"cannot listen on {listener.getsockname()} ({e.strerror}); choose another --port") from e
+    settings: dict[str, Any] = {"access_log": False, "log_level": "warning", "lifespan": "off", "ws": "none"}
+    config = uvicorn.Config(
+        create_app(service),
+        timeout_graceful_shutdown=shutdown_timeout,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        server_header=False,
+        **settings,
+    )
+    await _Server(config, service).serve(sockets=[listener])
