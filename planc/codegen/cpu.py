@@ -8,13 +8,12 @@ import hashlib
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
 from planc.codegen.program import Program
@@ -26,7 +25,17 @@ Progress = Callable[[int, int, str], None]
 
 LIBRARY = "model.so"
 # No contraction: a kernel fuses where it says so, hence every instance of a template rounds alike.
-_FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Iinclude")
+_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fPIC",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Iinclude",
+)
 _LINK_FLAGS = ("-shared", "-pthread", "-Wl,--build-id=none")
 _INCLUDES = re.compile(r'^#include "(planc/[^"]+)"', re.MULTILINE)
 
@@ -71,30 +80,89 @@ def build(
     `progress(done, total, name)` is called as each file is compiled. The bytes depend on the program and the compiler
     alone. PlancError holds the command and the compiler's first lines when it fails.
     """
+    return build_library(program.sources, program.target, folder, progress=progress, cxx=cxx)
+
+
+def build_library(
+    sources: Mapping[str, str],
+    target: Target,
+    folder: Path,
+    *,
+    progress: Progress = lambda done, total, name: None,
+    cxx: str | None = None,
+) -> Path:
+    """Like `build`, for any C++ sources by file name."""
     tool = compiler(cxx)
-    sources = program.sources
-    headers = write_sources(sources, folder)
-    objects = {name: _object_path(name, text, headers, tool, program.target) for name, text in sources.items()}
+    write_sources(sources, folder)
+    objects = {name: _object_path(name, text, tool, target) for name, text in sources.items()}
     missing = [name for name, path in objects.items() if not path.exists()]
     done = len(objects) - len(missing)
     with ThreadPoolExecutor(max_workers=_cores()) as pool:
-        jobs = {pool.submit(_compile, name, objects[name], folder, tool, program.target): name for name in missing}
+        jobs = {pool.submit(_compile, name, objects[name], folder, tool, target): name for name in missing}
         for job in as_completed(jobs):
             job.result()
             done += 1
             progress(done, len(objects), jobs[job].removesuffix(".cpp"))
-    return _link(list(objects.values()), folder, tool)
+    return _link(tuple(objects.values()), folder, tool)
 
 
-def write_sources(sources: Mapping[str, str], folder: Path) -> Mapping[str, str]:
-    """Writes the sources, and the headers that they include, to `folder`; gives the headers by their include name."""
-    headers = _headers(sources.values())
-    for name, text in (*sources.items(), *((f"include/{h}", t) for h, t in headers.items())):
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return headers
+def write_sources(sources: Mapping[str, str], folder: Path) -> None:
+    """Writes the sources, and under `include/` the headers that they need, so that the folder compiles by hand."""
+    files = dict(sources)
+    for text in sources.values():
+        files |= {f"include/{name}": header for name, header in _headers(text).items()}
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
 
 
-def _headers(sources: Iterator[str] | Mapping[str, str] | object) -> dict[str, str]:
-    raise NotImplementedError
+def _headers(source: str) -> dict[str, str]:
+    """Every header of ours that a source includes, directly or not, by include name."""
+    found: dict[str, str] = {}
+    todo = _INCLUDES.findall(source)
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found[name] = (INCLUDE / name).read_text()
+            todo += _INCLUDES.findall(found[name])
+    return found
+
+
+def _object_path(name: str, source: str, tool: Compiler, target: Target) -> Path:
+    """Where the cache keeps the object of a source; the name holds a hash of everything that makes its bytes."""
+    parts = [name, source, tool.version, *tool.flags(target)]
+    parts += [text for _, text in sorted(_headers(source).items())]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    return cache_folder() / f"{name.removesuffix('.cpp')}-{digest}.o"
+
+
+def _compile(name: str, to: Path, folder: Path, tool: Compiler, target: Target) -> None:
+    """Compiles `folder/name` to the cache; a half-written object never bears its final name."""
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(suffix=".o", dir=to.parent)
+    except OSError as e:
+        raise PlancError(f"cannot write to the kernel cache {to.parent}: {e}; set PLANC_CACHE_DIR") from e
+    os.close(handle)
+    try:
+        _run([*tool.command, *tool.flags(target), "-c", name, "-o", partial], folder)
+        os.replace(partial, to)
+    finally:
+        Path(partial).unlink(missing_ok=True)
+
+
+def _link(objects: Sequence[Path], folder: Path, tool: Compiler) -> Path:
+    _run([*tool.command, *_LINK_FLAGS, "-o", LIBRARY, *map(str, objects)], folder)
+    return folder / LIBRARY
+
+
+def _run(command: Sequence[str], folder: Path) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = (done.stderr or done.stdout).splitlines()
+        errors = [line for line in lines if "error" in line] or lines
+        raise PlancError(f"the C++ compiler failed in {folder}: `{shlex.join(command)}`: " + " | ".join(errors[:3]))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -25,7 +25,15 @@ _UNARY = {
     "floor": "Floor",
     "copy": "Copy",
 }
-_BINARY = {"add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "pow": "Pow", "maximum": "Maximum", "minimum": "Minimum"}
+_BINARY = {
+    "add": "Add",
+    "sub": "Sub",
+    "mul": "Mul",
+    "div": "Div",
+    "pow": "Pow",
+    "maximum": "Maximum",
+    "minimum": "Minimum",
+}
 _ON_INTS = ("add", "sub", "mul", "maximum", "minimum")
 _REDUCTIONS = {"sum": "Sum", "mean": "Mean", "amax": "Amax"}
 _ACTS = {
@@ -40,7 +48,9 @@ _ACTS = {
 _CPP = {"f32": "float", "i32": "int32_t"}
 
 
-def _pointwise(function: str, axes: Axes, constants: tuple[Constant, ...] = (), dtypes: tuple[str, str] = ("f32", "f32")) -> Design:
+def _pointwise(
+    function: str, axes: Axes, constants: tuple[Constant, ...] = (), dtypes: tuple[str, str] = ("f32", "f32")
+) -> Design:
     """A design of pointwise.cpp.jinja; `dtypes` are those of the inputs and of the output."""
     walk = "Pointwise" if dtypes == ("f32", "f32") else "ScalarPointwise"
     variables = {"function": function, "extent": axes.extent, "out": axes.out, "inputs": axes.inputs, "walk": walk}
@@ -161,7 +171,14 @@ _POINTWISE = "pointwise.cpp.jinja"
 ELEMENTWISE: tuple[Row, ...] = (
     *(Row(op, _POINTWISE, _unary, "f32 of up to 3 feature axes", _f32, views=_ANY_VIEW) for op in _UNARY),
     *(
-        Row(op, _POINTWISE, _binary, "f32" + (" or i32" if op in _ON_INTS else "") + ", up to 3 feature axes", _binary_fits, views=_ANY_VIEW)
+        Row(
+            op,
+            _POINTWISE,
+            _binary,
+            "f32" + (" or i32" if op in _ON_INTS else "") + ", up to 3 feature axes",
+            _binary_fits,
+            views=_ANY_VIEW,
+        )
         for op in _BINARY
     ),
     *(
@@ -171,7 +188,18 @@ ELEMENTWISE: tuple[Row, ...] = (
     Row("gelu", _POINTWISE, _gelu, "f32 of up to 3 feature axes", _f32, views=_ANY_VIEW),
     Row("act_mul", _POINTWISE, _act_mul, "f32 of up to 3 feature axes", _f32, views=_ANY_VIEW),
     Row("cast", _POINTWISE, _cast, "between f32 and i32", _cast_fits, views=_ANY_VIEW),
-    Row("transpose", _POINTWISE, _transpose, "f32 of up to 4 axes, the first one kept", _transpose_fits, views=_ANY_VIEW),
-    Row("concat", "concat.cpp.jinja", _concat, "f32 of up to 4 axes, not along the first", _concat_fits, views=_ANY_VIEW),
-    Row("take_rows", "take_rows.cpp.jinja", _take_rows, "x[T, ..] with dense rows, index i32[R]", _take_rows_fits, views=frozenset({0})),
+    Row(
+        "transpose", _POINTWISE, _transpose, "f32 of up to 4 axes, the first one kept", _transpose_fits, views=_ANY_VIEW
+    ),
+    Row(
+        "concat", "concat.cpp.jinja", _concat, "f32 of up to 4 axes, not along the first", _concat_fits, views=_ANY_VIEW
+    ),
+    Row(
+        "take_rows",
+        "take_rows.cpp.jinja",
+        _take_rows,
+        "x[T, ..] with dense rows, index i32[R]",
+        _take_rows_fits,
+        views=frozenset({0}),
+    ),
 )

@@ -88,7 +88,7 @@ def _norm(node: Node, types: Types) -> Design:
         integer("WIDTH", int(node.out.type.shape[-1])),
         real("EPS", _real(node, "eps")),
         flag("WEIGHT", weight),
-        flag("BIAS", bias),
+        *([flag("BIAS", bias)] if layer else []),
     )
     variables = {"extent": axes.extent, "out": axes.out, "inputs": axes.inputs, "added": added, "weight": weight}
     variables |= {"bias": bias, "norm": "LayerNorm" if layer else "RmsNorm"}
@@ -142,7 +142,7 @@ def _attention(node: Node, types: Types) -> Design:
         real("SCALE", _real(node, "scale")),
         real("SOFTCAP", _real(node, "softcap")),
         Constant(f"static constexpr planc::MaskKind MASK = planc::MaskKind::{kind.upper()}", kind),
-        integer("WINDOW", _num(node, "window")),
+        *([integer("WINDOW", _num(node, "window"))] if kind != "causal" else []),
         flag("SINKS", _has(node, "sinks")),
     )
     return Design(constants, {"sinks": _has(node, "sinks")})

@@ -57,7 +57,7 @@ def _text(value: float | int) -> str:
 
 @dataclass(frozen=True)
 class Design:
-    """What a row of the table says about a node: Config constants, further template variables, and parts of the name."""
+    """What a row of the table says about a node: Config constants, other template variables, parts of the name."""
 
     constants: tuple[Constant, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Row:
     places: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     def layout(self, index: int, t: TensorType) -> str:
-        """What input `index` must be: `row` (dense), `any` (dense, strided or, for tables, packed), or a packed layout."""
+        """What input `index` must be: `row` (dense), `any` (a view or a packed table will do), or a packed layout."""
         if index in self.packed:
             return PACKED_FOR[t.dtype]
         return "any" if index in self.views or index in self.either else "row"
@@ -132,7 +132,7 @@ def choose(node: Node, types: Types, target: Target) -> Kernel:
     if wrong:
         want = row.layout(wrong[0], types[wrong[0]])
         raise PlancError(
-            f"{_where(node)}: input {wrong[0]} (%{node.inputs[wrong[0]]}: {types[wrong[0]]}) must have layout {want!r}; "
+            f"{_where(node)}: input %{node.inputs[wrong[0]]}: {types[wrong[0]]} must have layout {want!r}; "
             "the select pass puts inputs into the layout that `layouts` names"
         )
     design = row.design(node, types)
@@ -158,7 +158,9 @@ def _row(node: Node, types: Types, target: Target) -> Row:
     for row in rows:
         if row.when(node, types):
             return row
-    have = "; ".join(r.says for r in rows) or "none (ops with kernels: " + ", ".join(sorted({r.op for r in TABLE})) + ")"
+    have = (
+        "; ".join(r.says for r in rows) or "none (ops with kernels: " + ", ".join(sorted({r.op for r in TABLE})) + ")"
+    )
     raise PlancError(f"{_where(node)} has no kernel for ({', '.join(map(str, types))}); kernels of {node.op}: {have}")
 
 

@@ -18,7 +18,11 @@ def environment() -> jinja2.Environment:
     """The one environment: templates of this package, undefined variables raise."""
     loader = jinja2.FileSystemLoader(TEMPLATES)
     return jinja2.Environment(
-        loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        loader=loader,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
 
 
@@ -29,4 +33,6 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
 def kernel_source(kernel: Kernel) -> str:
     """The C++ source of a kernel; equal names give equal sources."""
-    return render(kernel.template, {"name": kernel.name, "constants": kernel.design.constants, **kernel.design.variables})
+    return render(
+        kernel.template, {"name": kernel.name, "constants": kernel.design.constants, **kernel.design.variables}
+    )

@@ -1,4 +1,4 @@
-"""Targets: in goes text such as `cpu:x86-64-v4+vnni`, out comes kind, arch, features and the compiler flags they mean."""
+"""Targets: in goes text such as `cpu:x86-64-v4+vnni`, out come kind, arch, features and compiler flags."""
 
 import platform
 from collections.abc import Mapping

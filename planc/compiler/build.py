@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import planc
-from planc.codegen import cpu as codegen
+from planc.codegen import cpu, program
 from planc.codegen import target as targets
 from planc.codegen.target import Target
 from planc.compiler import accuracy, weights
@@ -177,7 +177,8 @@ def _write(
     (root / store.GRAPH).write_text(to_text(graph))
     with progress.stage("tokenizer"):
         save_tokenizer(source, root / "tokenizer")
-    library = codegen.build_library(graph, options.target, root / "kernels", progress=progress.counter("kernels"))
+    code = program.program(graph, options.target, options.dims)
+    cpu.build(code, root / "kernels", progress=progress.counter("kernels"))
     weights.write_constants(graph, root)
     packed = weights.split(graph)[1]
     if request.weights == "pack":
@@ -191,12 +192,12 @@ def _write(
         kv=kv_of(graph, options),
         memory=_memory(graph, options),
         program=schema.Program(
-            library="kernels/model.so",
+            library=f"kernels/{cpu.LIBRARY}",
             arena_bytes=arena_bytes(graph, options.dims),
-            logits_offset=_logits_offset(graph),
-            weights=tuple(w.name for w in graph.weights),
+            logits_offset=code.logits_offset,
+            weights=code.weights,
         ),
-        kernels=library.kernels,
+        kernels=tuple(schema.Kernel(k.name, k.op, f"{k.name}.cpp", code.counts[k.name]) for k in code.kernels),
         weight_files=(weights.CONSTANTS_FILE, *([weights.WEIGHTS_FILE] if request.weights == "pack" else [])),
         goldens=(),
         goldens_target=None,
@@ -204,7 +205,7 @@ def _write(
         passes=log,
         made_with={"planc": planc.__version__, "python": platform.python_version()}
         | {name: version(name) for name in _MADE_WITH}
-        | {"compiler": library.compiler},
+        | {"compiler": cpu.compiler().version},
     )
     if request.weights == "pack":
         plan = _measure(root, graph, plan, source, options, request, progress)
@@ -246,13 +247,6 @@ def _memory(graph: Graph, options: Options) -> schema.Memory:
         kv_token=-(-kv.page_bytes // options.block_size),
         kv_full=kv.page_bytes * pages * options.max_num_seqs,
     )
-
-
-def _logits_offset(graph: Graph) -> int:
-    (name,) = graph.outputs
-    addr = graph.producers[name].out.addr
-    assert addr is not None
-    return addr
 
 
 def _measure(

@@ -1,7 +1,7 @@
 """The two hooks into transformers: attention and its mask become one custom op each while a model is being traced.
 
-Both ops have a schema and a shape rule only: they are traced, never run. Nothing is registered with transformers outside of
-`installed()`, and other attention implementations are never touched.
+Both ops have a schema and a shape rule only: they are traced, never run. Nothing is registered with transformers
+outside of `installed()`, and other attention implementations are never touched.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -30,15 +30,21 @@ BENIGN = frozenset(
 )
 
 
-@torch.library.register_fake("planc::mask", lib=_LIBRARY)
 def _mask_shape(queries: int, keys: int, kind: str, size: int, device: torch.device) -> Tensor:
     return torch.empty((1, 1, queries, keys), dtype=torch.bool, device=device)
 
 
-@torch.library.register_fake("planc::attention", lib=_LIBRARY)
 def _attention_shape(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     batch, heads, tokens, _ = q.shape
     return q.new_empty((batch, tokens, heads, v.shape[-1]))
+
+
+torch.library.register_fake("planc::mask", _mask_shape, lib=_LIBRARY)
+torch.library.register_fake("planc::attention", _attention_shape, lib=_LIBRARY)
+
+
+torch.library.register_fake("planc::mask", _mask_shape, lib=_LIBRARY)
+torch.library.register_fake("planc::attention", _attention_shape, lib=_LIBRARY)
 
 
 @contextmanager

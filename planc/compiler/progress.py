@@ -50,12 +50,12 @@ class Progress:
         """A callback that takes counts as they are done."""
         return self._bar(name, total, MofNCompleteColumn())
 
-    def counter(self, name: str) -> Callable[[int, int], None]:
-        """A callback that takes (done, total), whose total is known at the first call."""
+    def counter(self, name: str) -> Callable[[int, int, str], None]:
+        """A callback that takes (done, total, what), whose total is known at the first call."""
         bars: list[Callable[[int], None]] = []
         seen = [0]
 
-        def report(done: int, total: int) -> None:
+        def report(done: int, total: int, what: str) -> None:
             if not bars:
                 bars.append(self.rows(name, total))
             bars[0](done - seen[0])

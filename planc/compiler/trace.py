@@ -1,6 +1,8 @@
-"""The tracer: in goes a transformers config, out comes the model's fx graph over a dynamic number of tokens, no parameter allocated."""
+"""The tracer: in goes a transformers config, out comes the model's fx graph over any number of tokens."""
 
+import copy
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,19 +22,27 @@ ROWS = 3  # rows of logits asked for while tracing; any number but 0, 1 and the 
 
 
 @dataclass(frozen=True)
+class Buffer:
+    """A tensor that no checkpoint holds: its name in the model, and its value on the CPU."""
+
+    name: str
+    value: Tensor
+
+
+@dataclass(frozen=True)
 class Traced:
     """A traced model. `graph` is functional and holds live nodes only; its placeholders are named by the four maps.
 
     `inputs` maps placeholders to "ids" [1, T], "positions" [1, T] and "logit_rows" [R]; `parameters` maps them to the
-    parameter's names, tied ones together, persistent buffers included; `buffers` maps them to real values; `symbols`
-    maps torch's symbols to "T" and "R". `module` is the model on the meta device.
+    parameter's names, tied ones together, persistent buffers included; `buffers` maps them to values; `symbols` maps
+    torch's symbols to "T" and "R". `module` is the model on the meta device.
     """
 
     name: str
     graph: fx.Graph
     inputs: Mapping[str, str]
     parameters: Mapping[str, tuple[str, ...]]
-    buffers: Mapping[str, Tensor]
+    buffers: Mapping[str, Buffer]
     symbols: Mapping[str, str]
     module: nn.Module
 
@@ -56,8 +66,8 @@ def trace(
     """The graph of the config's causal language model in float32, over T tokens and R wanted rows.
 
     `prepare` gets the model on the meta device before it is traced: the place to untie parameters that the checkpoint
-    holds apart. Raises PlancError when the model cannot be built or exported, naming the exception, the module path and the source
-    line, and when the graph would hold for some token counts only.
+    holds apart. Raises PlancError when the model cannot be built or exported, naming the exception, the module path and
+    the source line, and when the graph would hold for some token counts only.
     """
     with hooks.installed() as implementation:
         model = build(config, implementation)
@@ -73,9 +83,12 @@ def build(config: PretrainedConfig, attention: str, device: str = "meta") -> Pre
     """The model in float32 and eval mode; on "meta" nothing is allocated. PlancError when transformers refuses."""
     try:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+            own = copy.deepcopy(config)  # the model writes into its config
+            model = AutoModelForCausalLM.from_config(own, dtype=torch.float32, attn_implementation=attention)
+    except KeyError as e:
+        raise _no_hook(config) if e.args == (attention,) else _not_built(config, e) from e
     except Exception as e:  # whatever a model's constructor raises is the user's answer
-        raise PlancError(f"building the model of type {config.model_type!r}: {_one_line(e)}") from e
+        raise _not_built(config, e) from e
     accepted = inspect.signature(model.forward).parameters
     for name in ("position_ids", "logits_to_keep"):
         if name not in accepted:
@@ -85,11 +98,22 @@ def build(config: PretrainedConfig, attention: str, device: str = "meta") -> Pre
     return model
 
 
+def _not_built(config: PretrainedConfig, error: Exception) -> PlancError:
+    return PlancError(f"building the model of type {config.model_type!r}: {_one_line(error)}")
+
+
+def _no_hook(config: PretrainedConfig) -> PlancError:
+    return PlancError(
+        f"the attention of model type {config.model_type!r} does not go through transformers' attention interface, "
+        "so it cannot be captured yet"
+    )
+
+
 def real_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """Values of the non-persistent buffers by name: no checkpoint holds them, so they are made again on the CPU.
 
-    The nearest enclosing PreTrainedModel's `_init_weights` makes them, as `from_pretrained` has it do. Raises PlancError
-    for a buffer that it leaves alone.
+    The nearest enclosing PreTrainedModel's `_init_weights` makes them, as `from_pretrained` has it do. Raises
+    PlancError for a buffer that it leaves alone.
     """
     values: dict[str, Tensor] = {}
     _remake(model, "", model, values)
@@ -143,6 +167,8 @@ def _failure(error: Exception, step: nn.Module) -> PlancError:
         if isinstance(seen, PlancError):
             return seen
         seen = seen.__cause__ or seen.__context__
+    if violated := re.search(r"Constraints violated.*?\n\s*- (.*)", str(error)):
+        return PlancError(f"the trace would hold for some token counts only: {violated[1][:300]}")
     paths = {id(m): n.removeprefix("model").lstrip(".") for n, m in step.named_modules()}
     where, line = "top level", ""
     for frame, number in traceback.walk_tb(error.__traceback__):
@@ -200,16 +226,17 @@ def _traced(
 ) -> Traced:
     aliases = _aliases(model)
     parameters: dict[str, tuple[str, ...]] = {}
-    buffers: dict[str, Tensor] = {}
+    buffers: dict[str, Buffer] = {}
     for spec in program.graph_signature.input_specs:
         if spec.kind is InputKind.USER_INPUT or isinstance(spec.arg, ConstantArgument):
             continue
-        assert isinstance(spec.arg, TensorArgument) and spec.target is not None
+        assert isinstance(spec.arg, TensorArgument)
+        assert spec.target is not None
         fqn = spec.target.removeprefix("model.")
         if spec.kind is InputKind.CONSTANT_TENSOR:
-            buffers[spec.arg.name] = _constant(program.constants[spec.target], fqn)
+            buffers[spec.arg.name] = Buffer(fqn, _constant(program.constants[spec.target], fqn))
         elif spec.kind is InputKind.BUFFER and not spec.persistent:
-            buffers[spec.arg.name] = values[fqn]
+            buffers[spec.arg.name] = Buffer(fqn, values[fqn])
         else:
             parameters[spec.arg.name] = aliases.get(fqn, (fqn,))
     for out in program.graph_signature.output_specs:

@@ -145,6 +145,13 @@ class CompletionFormat(Format):
         for token in tokens:
             offsets.append(offsets[-1] + len(token))
         self._offsets[index] = offsets.pop()
-        top = [{text_of(t): max(p, LEAST_LOGPROB) for t, p in ((e.token, e.logprob), *e.top)} for e in entries]
+        top = [self._by_text(entry) for entry in entries]
         values = [max(entry.logprob, LEAST_LOGPROB) for entry in entries]
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+    def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The chosen token and the most likely ones; of tokens that look alike (parts of characters) the first counts."""
+        found: dict[str, float] = {}
+        for token, logprob in ((entry.token, entry.logprob), *entry.top):
+            found.setdefault(self._tokenizer.token_text(token), max(logprob, LEAST_LOGPROB))
+        return found

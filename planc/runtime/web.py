@@ -6,6 +6,7 @@ import contextlib
 import logging
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -30,6 +31,9 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn's, but the signals are not raised again afterwards: draining is a clean end."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Python delivers signals to the main thread only
+            return
         before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
         try:
             yield
@@ -44,12 +48,8 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-async def serve_app(service: Service, listener: socket.socket, shutdown_timeout: int) -> None:
-    """Listen on the socket and serve until SIGINT or SIGTERM; running requests get shutdown_timeout seconds to end."""
-    try:
-        listener.listen(2048)
-    except OSError as e:
-        raise PlancError(f"cannot listen on {listener.getsockname()} ({e.strerror}); choose another --port") from e
+def make_server(service: Service, shutdown_timeout: int) -> uvicorn.Server:
+    """A uvicorn server of the app. Setting its should_exit ends it as a signal does."""
     settings: dict[str, Any] = {"access_log": False, "log_level": "warning", "lifespan": "off", "ws": "none"}
     config = uvicorn.Config(
         create_app(service),
@@ -58,4 +58,13 @@ async def serve_app(service: Service, listener: socket.socket, shutdown_timeout:
         server_header=False,
         **settings,
     )
-    await _Server(config, service).serve(sockets=[listener])
+    return _Server(config, service)
+
+
+async def serve_app(service: Service, listener: socket.socket, shutdown_timeout: int) -> None:
+    """Listen on the socket and serve until SIGINT or SIGTERM; running requests get shutdown_timeout seconds to end."""
+    try:
+        listener.listen(2048)
+    except OSError as e:
+        raise PlancError(f"cannot listen on {listener.getsockname()} ({e.strerror}); choose another --port") from e
+    await make_server(service, shutdown_timeout).serve(sockets=[listener])

@@ -1,4 +1,4 @@
-"""The lift: in goes a traced model, out comes the graph of one packed step, every node, parameter and argument accounted for."""
+"""The lift: in goes a traced model, out comes the graph of one packed step, nothing of the model lost."""
 
 import operator
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from planc.compiler.lift.call import DTYPES, Call, Lift, short_name
 from planc.compiler.lift.form import Form, Mask
 from planc.compiler.lift.layout import arrange
 from planc.compiler.lift.table import MASK_VIEWS, RULES, closed_set
-from planc.compiler.trace import Traced
+from planc.compiler.trace import Buffer, Traced
 from planc.errors import PlancError
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -57,15 +57,13 @@ def lift(traced: Traced, tensors: Tensors, names: Mapping[str, str]) -> Lifted:
     return Lifted(graph, graph.constants)
 
 
-def _placeholder(
-    node: fx.Node, traced: Traced, builder: Builder, tensors: Tensors, names: Mapping[str, str]
-) -> Form:
+def _placeholder(node: fx.Node, traced: Traced, builder: Builder, tensors: Tensors, names: Mapping[str, str]) -> Form:
     if node.name in traced.inputs:
         name = traced.inputs[node.name]
         dims = ("R",) if name == "logit_rows" else (1, "T")
         return Form.of(name, builder.types[name], dims, (0,) if len(dims) == 1 else (None, 0))
     if node.name in traced.buffers:
-        return _buffer(node, traced.buffers[node.name], builder)
+        return _buffer(traced.buffers[node.name], builder)
     fqns = traced.parameters[node.name]
     shape = tuple(node.meta["val"].shape)
     name = checkpoint_name(fqns, tensors, names)
@@ -88,13 +86,12 @@ def checkpoint_name(fqns: tuple[str, ...], tensors: Tensors, names: Mapping[str,
     raise PlancError(f"the checkpoint has no tensor {wanted} (parameter {' = '.join(fqns)})")
 
 
-def _buffer(node: fx.Node, value: torch.Tensor, builder: Builder) -> Form:
-    if value.dtype not in DTYPES:
-        raise PlancError(f"buffer {node.name} has dtype {value.dtype}, which has no counterpart in the graph")
-    array = value.detach().numpy().astype(NUMPY[DTYPES[value.dtype]])
-    made = builder.constant(short_name(str(node.target).removeprefix("b_model_").removeprefix("c_model_")), array)
-    form = Form.plain(made.name, made.type)
-    return form if array.size != 1 else Form(made.name, made.type, form.dims, form.axes, array.item())
+def _buffer(buffer: Buffer, builder: Builder) -> Form:
+    dtype = buffer.value.dtype
+    if dtype not in DTYPES:
+        raise PlancError(f"buffer {buffer.name} has dtype {dtype}, which has no counterpart in the graph")
+    made = builder.constant(short_name(buffer.name), buffer.value.detach().numpy().astype(NUMPY[DTYPES[dtype]]))
+    return Form.known(made.name, made.type, buffer.value)
 
 
 def _lift_node(node: fx.Node, env: dict[fx.Node, Lift], builder: Builder, traced: Traced) -> None:
@@ -104,7 +101,8 @@ def _lift_node(node: fx.Node, env: dict[fx.Node, Lift], builder: Builder, traced
     if node.target is operator.getitem:
         source, at = node.args
         parts = env[source]  # type: ignore[index]
-        assert isinstance(parts, tuple) and isinstance(at, int)
+        assert isinstance(parts, tuple)
+        assert isinstance(at, int)
         env[node] = parts[at]
         return
     call = Call(node, env, builder, traced.symbols)

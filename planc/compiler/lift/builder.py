@@ -1,4 +1,4 @@
-"""The graph under construction: in go ops on values by name, out come typed values, weights with recipes, and the graph."""
+"""The graph under construction: in go ops on values by name, out come typed values, weights, and the graph."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,9 +36,9 @@ class Builder:
         self._layers = 0
 
     def emit(self, op: str, inputs: Sequence[str], name: str, loc: str, **attrs: Attr) -> Value:
-        """The output of a new node, or a weight when only bytes of weights move. ValueError when the types do not fit."""
+        """The output of a new node, or a weight when only weights' bytes move. ValueError when types do not fit."""
         if op in MOVES and all(i in self._recipes for i in inputs):
-            return self.weight(inputs[0], step(op, *(self._recipes[i] for i in inputs), **attrs))
+            return self.weight(f"{inputs[0]}.{op}", step(op, *(self._recipes[i] for i in inputs), **attrs))
         (made,) = OPS[op].infer(attrs, [self.types[i] for i in inputs])
         value = Value(self._unique(name), made)
         self._nodes.append(Node(op, tuple(inputs), (value,), tuple(attrs.items()), loc))
@@ -66,7 +66,7 @@ class Builder:
         return self._layers - 1
 
     def graph(self, name: str, output: str) -> Graph:
-        """The graph whose one output is the value `output`, renamed `logits`; dead nodes and unused weights are gone."""
+        """The graph whose one output is the value `output`, renamed `logits`, without dead nodes and weights."""
         nodes = tuple(_renamed(n, output, "logits") for n in self._nodes)
         weights = tuple(Weight(v, r) for r, v in self._weights.items())
         cache = Value("kv", TensorType("u8", ("P", 0)))

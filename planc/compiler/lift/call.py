@@ -1,7 +1,7 @@
-"""One node of the trace while it is being lifted: in go its arguments, out come forms, emitted ops and errors with a place.
+"""One node of the trace while it is lifted: in go its arguments, out come forms, ops and errors with a place.
 
-Every argument that is given and differs from its default must be read by the rule; `unread` names the first that was not,
-so a rule cannot drop a bias or an alpha in silence.
+Every argument that is given and differs from its default must be read by the rule; `unread` names the first that was
+not, so a rule cannot drop a bias or an alpha in silence.
 """
 
 import re
@@ -35,7 +35,9 @@ _OWN_NAME = frozenset({"linear", "embedding", "layer_norm", "rms_norm"})  # name
 class Call:
     """`node` with its arguments by name, the forms of its operands, and the builder that its rule emits into."""
 
-    def __init__(self, node: fx.Node, env: Mapping[fx.Node, Lift], builder: Builder, symbols: Mapping[str, str]) -> None:
+    def __init__(
+        self, node: fx.Node, env: Mapping[fx.Node, Lift], builder: Builder, symbols: Mapping[str, str]
+    ) -> None:
         self.node, self.builder = node, builder
         self._env, self._symbols = env, symbols
         self._schema = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
@@ -77,6 +79,8 @@ class Call:
         value = self.operand(name)
         if not isinstance(value, Form):
             raise self.fail(f"argument {name} is {value!r}, not a tensor")
+        if 0 in value.dims:
+            raise self.fail(f"argument {name} is empty: {value.dims}")
         return value
 
     def operand(self, name: str) -> Form | int | float:

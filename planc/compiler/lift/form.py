@@ -1,7 +1,8 @@
-"""Forms: in goes a tensor of the trace, out comes the graph value that holds it and where each of its axes lives there."""
+"""Forms: in goes a tensor of the trace, out comes the graph value that holds it and where each axis lives there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from planc.compiler.ir.types import Dim, TensorType
 
@@ -32,6 +33,12 @@ class Form:
     def plain(name: str, type: TensorType) -> "Form":
         """The form of a value whose axes are the tensor's own."""
         return Form.of(name, type, type.shape, range(len(type.shape)))
+
+    @staticmethod
+    def known(name: str, type: TensorType, value: Any) -> "Form":
+        """The form of a constant whose value (a torch tensor) is known; a single number is remembered."""
+        form = Form.plain(name, type)
+        return replace(form, scalar=value.item()) if value.numel() == 1 else form
 
     @property
     def has_rows(self) -> bool:

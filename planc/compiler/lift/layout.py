@@ -1,4 +1,4 @@
-"""Storage order: in goes a form and the axes that an op wants, out comes a value that lies so, with as few ops as that takes."""
+"""Storage order: in goes a form and the axes that an op wants, out comes a value that lies so, by few ops."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -101,7 +101,9 @@ def _groups(call: Call, old: Sequence[Dim], new: Sequence[Dim]) -> list[tuple[li
         a, b = [left.pop(0)], [right.pop(0)]
         while (x := _size(old, a)) != (y := _size(new, b)):
             if isinstance(x, str) or isinstance(y, str) or not (left if x < y else right):
-                raise call.fail(f"{tuple(old)} to {tuple(new)} merges or splits the token axis, which a packed step cannot")
+                raise call.fail(
+                    f"{tuple(old)} to {tuple(new)} merges or splits the token axis, which a packed step cannot"
+                )
             (a if x < y else b).append((left if x < y else right).pop(0))
         groups.append((a, b))
     if left or right:

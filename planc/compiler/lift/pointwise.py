@@ -69,7 +69,8 @@ def reversed_binary(op: str) -> Rule:
 
 def combine(call: Call, op: str, a: Operand, b: Operand) -> Form:
     """`op` of two operands that broadcast; a number becomes the attribute `scalar`, a neutral one leaves no op."""
-    a, b = _number(a), _number(b)
+    b = _number(b)
+    a = _number(a) if isinstance(b, Form) else a  # of two known numbers one stays a tensor
     if isinstance(a, Form) and isinstance(b, Form):
         return _two(call, op, cast_to(call, a, call.dtype), cast_to(call, b, call.dtype))
     if isinstance(a, Form):

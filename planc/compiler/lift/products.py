@@ -1,4 +1,4 @@
-"""Rules of products, norms, reductions and lookups: in goes a call, out comes the graph's op with weights laid out for it."""
+"""Rules of products, norms, reductions and lookups: in goes a call, out comes the op with weights laid out for it."""
 
 from collections.abc import Callable
 

@@ -1,6 +1,5 @@
-"""The dispatch table: in goes an op of torch, out comes the rule that lifts it. The set is closed: any other op stops the compile."""
+"""The dispatch table: in goes an op of torch, out comes the rule that lifts it. Any other op stops the compile."""
 
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +17,22 @@ Target = Any
 
 _A = torch.ops.aten
 
-_UNARY = ("neg", "abs", "exp", "log", "sqrt", "rsqrt", "square", "cos", "sin", "tanh", "erf", "sigmoid", "silu", "relu")
+_UNARY: tuple[str, ...] = (
+    "neg",
+    "abs",
+    "exp",
+    "log",
+    "sqrt",
+    "rsqrt",
+    "square",
+    "cos",
+    "sin",
+    "tanh",
+    "erf",
+    "sigmoid",
+    "silu",
+    "relu",
+)
 _UNARY += ("floor", "softplus")
 
 _POINTWISE: dict[Target, Rule] = {
@@ -112,18 +126,15 @@ _TOKENS: dict[Target, Rule] = {
             _A.ones.default,
             _A.ones_like.default,
             _A.scalar_tensor.default,
-            _A.arange.default,
-            _A.arange.start,
         )
     },
+    **{o: t.numbers for o in (_A.arange.default, _A.arange.start, _A.arange.start_step)},
 }
 
 RULES: Mapping[Target, Rule] = {**_POINTWISE, **_VIEWS, **_PRODUCTS, **_TOKENS}
 
 # Views that leave an attention mask what it is.
 MASK_VIEWS = frozenset({o for o, r in RULES.items() if r in (p.cast, p.same, v.slice_, v.expand)})
-
-SIZES = frozenset({_A.sym_size.int, operator.getitem, operator.mul, operator.add, operator.sub, operator.floordiv})
 
 
 def closed_set() -> str:

@@ -3,12 +3,9 @@
 import torch
 
 from planc.compiler.ir.types import DTYPES as NUMPY
-from planc.compiler.lift.call import Call
+from planc.compiler.lift.call import Call, short_name
 from planc.compiler.lift.form import Form, Mask
 from planc.compiler.lift.layout import arrange, placed
-
-# The modes of torch.fx run no kernels, so a constant is made on the CPU whatever device the trace named.
-_CPU = torch.device("cpu")
 
 
 def mask(call: Call) -> Mask:
@@ -63,32 +60,26 @@ def _heads(call: Call, name: str) -> str:
 
 
 def made(call: Call) -> Form:
-    """full, zeros, ones, scalar_tensor, arange over known sizes: a constant; one number over tokens is expanded."""
-    if call.node.target in (torch.ops.aten.arange.default, torch.ops.aten.arange.start):
-        return _range(call)
+    """full, zeros, ones, scalar_tensor: one number, expanded."""
     call.implied("size", "self", "dtype", "layout", "device", "pin_memory", "memory_format")
     name = str(call.node.target)
-    value = 0 if "zeros" in name else 1 if "ones" in name else call.arg("s" if "scalar_tensor" in name else "fill_value")
-    array = torch.full((), value, dtype=call.node.meta["val"].dtype).numpy().astype(NUMPY[call.dtype])
-    return constant(call, array_of=torch.from_numpy(array)).expand(call.dims)
+    value = (
+        0 if "zeros" in name else 1 if "ones" in name else call.arg("s" if "scalar_tensor" in name else "fill_value")
+    )
+    return _constant(call, torch.full((), value, dtype=call.node.meta["val"].dtype)).expand(call.dims)
 
 
-def _range(call: Call) -> Form:
+def numbers(call: Call) -> Form:
+    """arange over known bounds; one over the tokens of a step says nothing of where they stand in their sequences."""
     call.implied("dtype", "layout", "device", "pin_memory")
     start, end, step = call.arg("start", 0), call.arg("end"), call.arg("step", 1)
     if isinstance(end, str) or isinstance(start, str):
         raise call.fail(
-            "numbers tokens by where they lie in the step; in a batch of sequences only position_ids says where a token is"
+            "numbers tokens by where they lie in the step; with several sequences only position_ids tells where"
         )
-    dtype = call.node.meta["val"].dtype
-    return constant(call, array_of=torch.arange(start, end, step, dtype=dtype, device=_CPU))
+    return _constant(call, torch.arange(start, end, step, dtype=call.node.meta["val"].dtype))
 
 
-def constant(call: Call, array_of: torch.Tensor) -> Form:
-    """The form of a tensor whose values are known."""
-    array = array_of.numpy().astype(NUMPY[call.dtype])
-    value = call.builder.constant(f"{call.path}.const".lstrip("."), array)
-    form = Form.plain(value.name, value.type)
-    if array.size != 1:
-        return form
-    return Form(form.name, form.type, form.dims, form.axes, array.item())
+def _constant(call: Call, value: torch.Tensor) -> Form:
+    made = call.builder.constant(f"{short_name(call.path)}.const".lstrip("."), value.numpy().astype(NUMPY[call.dtype]))
+    return Form.known(made.name, made.type, value)

@@ -1,4 +1,4 @@
-"""Rules of ops that only move or select elements: in goes a call, out comes a relabelled form, or one op when bytes must move."""
+"""Rules of ops that move or select elements: in goes a call, out comes a relabelled form or an op."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -202,5 +202,3 @@ def join(call: Call, parts: list[Form], axis: int) -> Form:
 
 def _axis(dim: int, rank: int) -> int:
     return dim % rank
-
-

@@ -79,7 +79,7 @@ class GGUFSource(ModelSource):
                 )
 
     def _raw_vector(self, name: str) -> np.ndarray[Any, Any]:
-        return _dequantize_span(self._file, self.header.tensors[name])
+        return dequantize_span(self._file, self.header.tensors[name])
 
     def _map_tensors(self) -> None:
         """Fills `tensors`, and for each the GGUF tensors that make it; what no parameter takes keeps its GGUF name."""
@@ -102,7 +102,7 @@ class GGUFSource(ModelSource):
 
     def _processed(self, name: str) -> np.ndarray[Any, Any]:
         """Runs transformers' processor (un-permute, norm offset, fuse experts) over the parts of one tensor."""
-        load = _dequantize_span if self.tensors[name].dtype == "f32" else _plain_span
+        load = dequantize_span if self.tensors[name].dtype == "f32" else _plain_span
         fused: dict[str, Any] = {}
         array: np.ndarray[Any, Any] | None = None
         for part in self._parts[name]:
@@ -172,7 +172,7 @@ def _plain_span(file: SpanReader, tensor: GGUFTensor) -> np.ndarray[Any, Any]:
     return file.read(tensor.offset, tensor.nbytes).view(dtype).reshape(tensor.shape)
 
 
-def _dequantize_span(file: SpanReader, tensor: GGUFTensor) -> np.ndarray[Any, Any]:
+def dequantize_span(file: SpanReader, tensor: GGUFTensor) -> np.ndarray[Any, Any]:
     """float32 of the file's shape, a chunk of blocks at a time, so that memory is the result plus a few MiB."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 

@@ -1,4 +1,6 @@
-"""A tiny Hugging Face model folder becomes a GGUF file, by llama.cpp's conventions (permuted q and k, gemma norms plus one)."""
+"""A tiny Hugging Face model folder becomes a GGUF file, by llama.cpp's conventions (permuted q and k, gemma norms plus
+one).
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ def write(
     tensors: dict[str, np.ndarray[Any, Any]] | None = None,
     pre: str = "smollm",
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Writes the model of `folder` to `path`, matrices as `kind`, and returns what each Hugging Face tensor should read as.
+    """Writes the model of `folder` to `path`, matrices as `kind`, and returns what each Hugging Face tensor should read
+    as.
 
     `extra` adds metadata (str, int or float values), `tensors` adds float32 tensors by GGUF name.
     """

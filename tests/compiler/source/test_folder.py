@@ -94,7 +94,9 @@ def test_fingerprint_tells_models_apart(folder: Path, tmp_path: Path) -> None:
 
 def test_generation_config_prefers_its_file(folder: Path) -> None:
     assert open_source(str(folder)).generation_config() == {"bos_token_id": 1, "eos_token_id": [2], "pad_token_id": 0}
-    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 2, 7], "temperature": 0.6, "_from_model_config": true}')
+    (folder / "generation_config.json").write_text(
+        '{"eos_token_id": [7, 2, 7], "temperature": 0.6, "_from_model_config": true}'
+    )
     stated = open_source(str(folder)).generation_config()
     assert stated == {"bos_token_id": 1, "eos_token_id": [7, 2], "pad_token_id": 0, "temperature": 0.6}
     (folder / "generation_config.json").unlink()
@@ -127,7 +129,9 @@ def test_unknown_model_type(folder: Path) -> None:
 
 def test_quantized_checkpoint(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}})
+    )
     fails(folder, "quantized (gptq)")
 
 

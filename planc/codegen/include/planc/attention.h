@@ -49,6 +49,8 @@ class PagedAttention {
     static constexpr int K_DIM = Config::K_DIM, V_DIM = Config::V_DIM, BLOCK_SIZE = Config::BLOCK_SIZE;
     static constexpr int GROUP = Config::HEADS / Config::KV_HEADS;
     static constexpr int TILE_TOKENS = std::max(1, detail::TILE_ROWS / GROUP);
+    // Rows in registers: a token's query heads in equal parts (all that decode has), and as many as fit.
+    static constexpr int FEW = (GROUP + (GROUP - 1) / MAX_TILE_ROWS) / ((GROUP - 1) / MAX_TILE_ROWS + 1);
     static constexpr int VALUE_VECS = (V_DIM + LANES - 1) / LANES;
     static constexpr int WIDTH = VALUE_VECS * LANES;
     static_assert(BLOCK_SIZE % LANES == 0 && detail::CHUNK % LANES == 0);
@@ -99,13 +101,13 @@ class PagedAttention {
             last = std::max(last, rows[i].end - 1);
         }
         const int32_t* pages = in_.page_table + int64_t(seq) * in_.table_stride;
-        const int parts = (count + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
         for (int chunk = first / detail::CHUNK; chunk <= last / detail::CHUNK; ++chunk) {
-            for (int part = 0; part < parts; ++part) {
-                const Range r = share(count, part, parts);
-                unrolled<MAX_TILE_ROWS>([&](auto i) {
-                    if (r.end - r.begin == i.value + 1) run_chunk<i.value + 1>(rows + r.begin, chunk * detail::CHUNK, pages, head);
-                });
+            for (int at = 0; at < count;) {
+                if (count - at > FEW) {
+                    at += run_chunk<MAX_TILE_ROWS>(rows + at, count - at, chunk * detail::CHUNK, pages, head);
+                } else {
+                    at += run_chunk<FEW>(rows + at, count - at, chunk * detail::CHUNK, pages, head);
+                }
             }
         }
         for (int i = 0; i < count; ++i) finish(tokens.begin + i / GROUP, head * GROUP + i % GROUP, states[i]);
@@ -119,25 +121,30 @@ class PagedAttention {
         return {in_.q + int64_t(token) * Config::Q_ROW + int64_t(head) * Config::Q_HEAD, state, begin, position + 1};
     }
 
+    // Runs up to MR of `count` rows over one chunk and returns how many; the last row fills up for missing ones.
     template <int MR>
-    void run_chunk(const Row* rows, int base, const int32_t* pages, int head) const {
+    int run_chunk(const Row* from, int count, int base, const int32_t* pages, int head) const {
+        const int used = std::min(count, MR);
+        Row rows[MR];
         Chunk<MR> c;
         c.base = base;
         int first = detail::CHUNK, last = 0;
         for (int m = 0; m < MR; ++m) {
+            rows[m] = from[std::min(m, used - 1)];
             c.begin[m] = std::max(rows[m].begin - base, 0);
             c.end[m] = std::min(rows[m].end - base, detail::CHUNK);
             if (c.begin[m] >= c.end[m]) continue;
             first = std::min(first, c.begin[m] / LANES * LANES);
             last = std::max(last, c.end[m]);
         }
-        if (first >= last) return;
+        if (first >= last) return used;
         score(c, rows, pages, head, first, last);
         for (int m = 0; m < MR; ++m) exponentiate(c, m, first, last);
         weigh_all(c, pages, head);
-        for (int m = 0; m < MR; ++m) {
+        for (int m = 0; m < used; ++m) {
             if (c.begin[m] < c.end[m]) join(*rows[m].state, c.peak[m], c.sum[m], c.values[m]);
         }
+        return used;
     }
 
     // Masked scores of positions first..last and each row's peak.

@@ -1,6 +1,6 @@
 // Rows of an embedding table as f32: y[t] = table[ids[t]], from a row-major table or from the head's packed weight.
 #pragma once
-#include "planc/pool.h"
+#include "planc/share.h"
 #include "planc/weights.h"
 
 namespace planc {

@@ -3,7 +3,7 @@
 // A page holds, for a layer, K as [kv heads][k_dim][block] (positions innermost: the lanes of attention's scores) and V
 // as [kv heads][block][v_dim].
 #pragma once
-#include "planc/pool.h"
+#include "planc/share.h"
 
 namespace planc {
 

@@ -6,7 +6,7 @@
 #pragma once
 #include <algorithm>
 
-#include "planc/pool.h"
+#include "planc/share.h"
 #include "planc/tile.h"
 #include "planc/weights.h"
 
@@ -23,14 +23,16 @@ constexpr int PANEL_MIN_ROWS = 24;    // from here on unpacking a panel costs le
 template <int NV>
 struct Panel : PackedF32 {
     static constexpr int STRIDE = NV * LINE_BYTES;
+    static constexpr bool PREFETCH = false;
 };
 template <class Format>
 struct Packed : Format {
     static constexpr int STRIDE = GROUP_BYTES;
+    static constexpr bool PREFETCH = true;
 };
 
 // acc[m][v] += x[m][0..count) * w[0..count)[v], k ascending. `w` points at the first group's line of the first vector.
-template <class Source, int LDX, bool PREFETCH, int MR, int NV>
+template <class Source, int LDX, int MR, int NV>
 PLANC_INLINE void accumulate(Vec (&acc)[MR][NV], const float* x, const char* w, int count) {
     constexpr int GROUP = Source::GROUP;
     auto step = [&](auto i, const float* xk, const char* wk) PLANC_INLINED {
@@ -43,8 +45,8 @@ PLANC_INLINE void accumulate(Vec (&acc)[MR][NV], const float* x, const char* w, 
     };
     int k = 0;
     for (; k + GROUP <= count; k += GROUP, w += Source::STRIDE) {
-        if constexpr (PREFETCH) {
-            PLANC_UNROLL for (int i = 0; i < 4; ++i) prefetch(w + PREFETCH_BYTES + i * LINE_BYTES);
+        if constexpr (Source::PREFETCH) {
+            PLANC_UNROLL for (int v = 0; v < NV; ++v) prefetch(w + PREFETCH_BYTES + v * LINE_BYTES);
         }
         unrolled<GROUP>([&](auto i) PLANC_INLINED { step(i, x + k, w); });
     }
@@ -105,27 +107,22 @@ class Linear {
         }
     }
 
-    // `count` column tiles of NV vectors, each for all row tiles; the first one fetches the block's lines for the rest.
+    // `count` column tiles of NV vectors, each for all row tiles while its lines are in the cache.
     template <int NV>
     void run_tiles(int rows, int tiles, int column, int count) const {
         for (int i = 0; i < count; ++i, column += NV * LANES) {
             for (int tile = 0; tile < tiles; ++tile) {
-                const Range r = share(rows, tile, tiles);
-                if (i == 0 && tile == 0) {
-                    direct_rows<NV, true>(r, column);
-                } else {
-                    direct_rows<NV, false>(r, column);
-                }
+                direct_rows<NV>(share(rows, tile, tiles), column);
             }
         }
     }
 
-    template <int NV, bool PREFETCH>
+    template <int NV>
     void direct_rows(Range rows, int column) const {
         const char* w = weight_ + block_offset<Format>(column / BLOCK, K) + column % BLOCK / LANES * LINE_BYTES;
         with_rows<NV>(rows.end - rows.begin, [&](auto mr) PLANC_INLINED {
             Vec acc[mr.value][NV] = {};
-            detail::accumulate<detail::Packed<Format>, LDX, PREFETCH>(acc, x_ + int64_t(rows.begin) * LDX, w, K);
+            detail::accumulate<detail::Packed<Format>, LDX>(acc, x_ + int64_t(rows.begin) * LDX, w, K);
             finish(acc, column);
             store_tile(acc, rows.begin, column);
         });
@@ -162,7 +159,7 @@ class Linear {
             Vec acc[mr.value][PANEL_VECS] = {};
             if (k > 0) load_tile(acc, rows.begin, column);
             const float* x = x_ + int64_t(rows.begin) * LDX + k;
-            detail::accumulate<detail::Panel<PANEL_VECS>, LDX, false>(acc, x, panel, count);
+            detail::accumulate<detail::Panel<PANEL_VECS>, LDX>(acc, x, panel, count);
             if (k + count == K) finish(acc, column);
             store_tile(acc, rows.begin, column);
         });

@@ -105,12 +105,4 @@ class Pool {
     alignas(64) std::atomic<uint32_t> round_{0};
 };
 
-// The part of `count` items that is `thread`'s: contiguous, the same in each step, sizes differing by one at most.
-struct Range {
-    int begin, end;
-};
-PLANC_INLINE Range share(int64_t count, int thread, int threads) {
-    return {int(count * thread / threads), int(count * (thread + 1) / threads)};
-}
-
 }  // namespace planc

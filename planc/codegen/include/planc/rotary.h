@@ -1,6 +1,6 @@
 // Rotary position embedding: y = x[T, HEADS, WIDTH] with its first 2 * HALF elements turned by the angle of the position.
 #pragma once
-#include "planc/rows.h"
+#include "planc/share.h"
 
 namespace planc {
 

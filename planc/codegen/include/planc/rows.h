@@ -1,6 +1,6 @@
 // Walking rows: strided [rows, A, B, C] operands whose extents and strides are constants, split over threads by unit.
 #pragma once
-#include "planc/pool.h"
+#include "planc/share.h"
 #include "planc/simd.h"
 
 namespace planc {

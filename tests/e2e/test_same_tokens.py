@@ -1,0 +1,58 @@
+"""The same tokens every time: a sequence's logits are equal to the bit, whatever else runs and however it is cut."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.e2e.rig import run
+
+CASES = [("llama", "f32"), ("llama", "bf16"), ("llama", "int8"), ("gemma2", "bf16")]
+
+
+def prompts_of(seed: int, lengths: list[int]) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 330, n).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize(("arch", "dtype"), CASES)
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(seed=st.integers(0, 10**6), length=st.integers(1, 150))
+def test_logits_are_bit_equal(plan, arch: str, dtype: str, seed: int, length: int) -> None:
+    path = plan(arch, dtype)
+    rng = np.random.default_rng(seed)
+    prompt, *others = prompts_of(seed, [length, *rng.integers(1, 120, 15).tolist()])
+    alone = run(path, [prompt], tokens=200)
+    want = alone.logits[0]
+    assert np.isfinite(want).all()
+    assert len(want) == 12
+
+    def same(result, what: str) -> None:
+        assert result.tokens[0] == alone.tokens[0], what
+        assert (result.logits[0].view(np.uint32) == want.view(np.uint32)).all(), what
+
+    same(run(path, [prompt, *others]), "batched with 15 others")
+    for chunk in (1, 7, 16, 64):
+        same(run(path, [prompt], seqs=1, tokens=chunk), f"in chunks of {chunk}")
+    same(run(path, [prompt], threads=1), "on one thread")
+    cached = run(path, [prompt], prefix_caching=True, rounds=2)
+    same(cached, "from the prefix cache")
+    assert cached.prefix_hits == (length - 1) // 16 * 16
+
+
+@pytest.mark.parametrize(("arch", "dtype"), CASES)
+def test_logits_are_bit_equal_after_preemption(plan, arch: str, dtype: str) -> None:
+    prompts = prompts_of(1, [40, 33, 47, 38])
+    path = plan(arch, dtype)
+    apart = [run(path, [p], max_tokens=40) for p in prompts]
+    together = run(path, prompts, max_tokens=40, blocks=13)
+    assert together.preemptions > 0
+    for i, one in enumerate(apart):
+        assert together.tokens[i] == one.tokens[0]
+        assert (together.logits[i].view(np.uint32) == one.logits[0].view(np.uint32)).all(), f"sequence {i}"
+
+
+def test_the_comparison_can_fail(plan) -> None:
+    path = plan("llama", "f32")
+    a, b = (run(path, [p]).logits[0] for p in prompts_of(2, [20, 20]))
+    assert (a != b).any()
