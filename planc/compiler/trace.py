@@ -73,10 +73,14 @@ def trace(
         model = build(config, implementation)
         if prepare is not None:
             prepare(model)
-        values = real_buffers(model)
-        program = _functional(_export(_Step(model), tokens))
+        return capture(config.model_type, _Step(model), real_buffers(model), tokens)
+
+
+def capture(name: str, step: nn.Module, buffers: Mapping[str, Tensor], tokens: int) -> Traced:
+    """The graph of `step`, a function of (ids, positions, logit_rows) whose attribute `model` holds all parameters."""
+    program = _functional(_export(step, tokens))
     _check_dynamic(program)
-    return _traced(config, model, program, values)
+    return _traced(name, step.model, program, buffers)
 
 
 def build(config: PretrainedConfig, attention: str, device: str = "meta") -> PreTrainedModel:
@@ -146,7 +150,7 @@ def _unset(buffer: Tensor) -> Tensor:
     return torch.full(buffer.shape, mark, dtype=buffer.dtype, device="cpu")
 
 
-def _export(step: _Step, tokens: int) -> ExportedProgram:
+def _export(step: nn.Module, tokens: int) -> ExportedProgram:
     ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
     rows = torch.zeros(ROWS, dtype=torch.long, device="meta")
     count = Dim("T", min=2)
@@ -210,7 +214,7 @@ def _check_dynamic(program: ExportedProgram) -> None:
         if bounds.lower > 2 or bounds.upper < 2**31:
             raise PlancError(f"the trace holds for {bounds.lower} to {bounds.upper} tokens only ({node.name})")
     for guard in getattr(program, "_guards_code", []):
-        if guard != "L['ids'].size()[1] == L['positions'].size()[1]":
+        if set(guard.split(" == ")) != {"L['ids'].size()[1]", "L['positions'].size()[1]"}:
             raise PlancError(f"the trace holds only while {guard}, which a step of any size does not promise")
 
 
@@ -221,9 +225,7 @@ def _user_inputs(program: ExportedProgram) -> tuple[fx.Node, fx.Node, fx.Node]:
     return ids, positions, rows
 
 
-def _traced(
-    config: PretrainedConfig, model: PreTrainedModel, program: ExportedProgram, values: Mapping[str, Tensor]
-) -> Traced:
+def _traced(name: str, model: nn.Module, program: ExportedProgram, values: Mapping[str, Tensor]) -> Traced:
     aliases = _aliases(model)
     parameters: dict[str, tuple[str, ...]] = {}
     buffers: dict[str, Buffer] = {}
@@ -247,7 +249,7 @@ def _traced(
     ids, positions, rows = _user_inputs(program)
     names = {ids.name: "ids", positions.name: "positions", rows.name: "logit_rows"}
     symbols = {str(ids.meta["val"].shape[1]): "T", str(rows.meta["val"].shape[0]): "R"}
-    return Traced(config.model_type, _live(program.graph), names, parameters, buffers, symbols, model)
+    return Traced(name, _live(program.graph), names, parameters, buffers, symbols, model)
 
 
 def _constant(value: Any, name: str) -> Tensor:

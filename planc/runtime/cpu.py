@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from planc.errors import PlancError
 from planc.plans.host import missing_flags
 from planc.plans.schema import Plan
+from planc.plans.store import sha256
 from planc.runtime.batch import Batch, Int32
 from planc.runtime.weights import MappedWeights, addresses
 
@@ -55,6 +56,7 @@ class CpuExecutor:
         self.block_size = plan.kv.block_size
         self.vocab_size = plan.limits.vocab_size
         self._handle: int | None = None
+        check_file(root, plan, plan.program.library)  # loading damaged code could kill the process
         self._library = _load_library(root / plan.program.library)
         self._weights = [MappedWeights(root / name) for name in plan.weight_files]
         self._arena = _anonymous(plan.program.arena_bytes, "activations")
@@ -101,6 +103,13 @@ def kv_blocks(plan: Plan, memory: int, max_num_seqs: int) -> int:
             f"{plan.kv.block_size} tokens; free memory, or raise --kv-cache-memory-bytes or --memory-utilization"
         )
     return blocks
+
+
+def check_file(root: Path, plan: Plan, name: str) -> None:
+    """Raise PlancError when a file's hash is not the manifest's. A manifest without hashes yet lets all pass."""
+    expected, path = plan.files.get(name), root / name
+    if expected is not None and path.exists() and sha256(path) != expected:
+        raise PlancError(f"{path} has changed since the build. Build the plan again.")
 
 
 def available_cpus() -> int:

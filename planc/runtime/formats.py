@@ -150,7 +150,7 @@ class CompletionFormat(Format):
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
     def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The chosen token and the most likely ones; of tokens that look alike (parts of characters) the first counts."""
+        """The chosen token and the most likely; of tokens that look alike (parts of characters) the first counts."""
         found: dict[str, float] = {}
         for token, logprob in ((entry.token, entry.logprob), *entry.top):
             found.setdefault(self._tokenizer.token_text(token), max(logprob, LEAST_LOGPROB))

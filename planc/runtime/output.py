@@ -84,13 +84,14 @@ class OutputWriter:
         return self._output(text, reason, None, error)
 
     def _ends_at(self, token: int) -> tuple[str | None, int | str | None]:
-        params, length = self._seq.params, self._seq.output_len
-        if length >= params.min_tokens:
-            if token in params.stop_token_ids:
-                return "stop", token
-            if token in self._eos:
-                return "stop", None
-        return ("length" if params.max_tokens is not None and length >= params.max_tokens else None), None
+        """Stop tokens need no look at min_tokens: the sampler gives none before it."""
+        params = self._seq.params
+        if token in params.stop_token_ids:
+            return "stop", token
+        if token in self._eos:
+            return "stop", None
+        full = params.max_tokens is not None and self._seq.output_len >= params.max_tokens
+        return ("length" if full else None), None
 
     def _show(self, text: str) -> str:
         """Before min_tokens no stop string counts."""

@@ -17,7 +17,7 @@ from planc.errors import PlancError, UsageError
 from planc.plans import store
 from planc.plans.host import available_bytes
 from planc.plans.schema import Plan
-from planc.runtime.cpu import CpuExecutor, kv_blocks
+from planc.runtime.cpu import CpuExecutor, check_file, kv_blocks
 from planc.runtime.engine import Engine, Observer
 from planc.runtime.output import Output
 from planc.runtime.scheduler import SchedulerLimits
@@ -77,6 +77,9 @@ def load(options: RunOptions, observer: Observer | None = None) -> Loaded:
     limits = _limits(plan, options)
     blocks = kv_blocks(plan, _kv_memory(plan, options), limits.max_num_seqs)
     executor = CpuExecutor(options.plan, plan, blocks, options.threads)
+    for name in plan.files:
+        if name.startswith("tokenizer/"):
+            check_file(options.plan, plan, name)
     tokenizer = Tokenizer.load(options.plan / "tokenizer")
     engine = Engine(
         executor,

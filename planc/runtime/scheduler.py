@@ -90,13 +90,12 @@ class Scheduler:
         """The chunks of the next step; empty only when nothing is queued or running."""
         chunks: list[Chunk] = []
         budget = self.limits.max_num_batched_tokens
-        preemptions = self.preemptions
         for decode in (True, False):
             for seq in tuple(self.running):
                 if budget > 0 and seq.status is Status.RUNNING and (seq.pending == 1) is decode and self._extend(seq):
                     chunks.append(self._chunk(seq, budget))
                     budget -= chunks[-1].count
-        while budget > 0 and preemptions == self.preemptions and (newcomer := self._admit()):
+        while budget > 0 and (newcomer := self._admit()):
             chunks.append(self._chunk(newcomer, budget))
             budget -= chunks[-1].count
         return chunks
@@ -150,7 +149,8 @@ class Scheduler:
         seq = self.waiting[0]
         hits = self._match(seq)
         missing = self.pool.blocks_for(len(seq.tokens)) - len(hits)
-        # Headroom of a page a running sequence: a newcomer that took the last pages would soon be preempted again.
+        # Headroom of a page a running sequence: a newcomer that took the last pages would soon be preempted again, and
+        # a sequence preempted in this step would come straight back.
         if missing + len(self.running) > self.pool.num_available - self.pool.num_idle(hits):
             return None
         self.pool.acquire(hits)

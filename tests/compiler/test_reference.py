@@ -194,8 +194,7 @@ GEMMA += [15687, 236761]
 @pytest.mark.real
 @pytest.mark.parametrize(("model", "ids", "bound"), [("smollm2-135m", SMOLLM2, 4.5), ("gemma3-270m", GEMMA, 7.0)])
 def test_real_model_speaks(model: str, ids: list[int], bound: float) -> None:
-    """Perplexity is 3.6 and 5.8; q and k left permuted give 11.9, norms without their offset 1e8. Berlin is foretold.
-    """
+    """Perplexity is 3.6 and 5.8; q and k left permuted give 11.9, norms without offset 1e8."""
     with open_source(model) as source:
         logits = np.concatenate([chunk for _, _, chunk in reference_logits(source, [ids], num_threads=1)])
     scores = torch.from_numpy(logits).log_softmax(-1).numpy()

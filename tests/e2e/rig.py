@@ -33,7 +33,7 @@ class Result:
     logits: list[np.ndarray]
     preemptions: int
     prefix_hits: int
-    free_blocks: int
+    used_blocks: int
 
 
 def run(
@@ -64,7 +64,7 @@ def run(
             logits,
             engine.scheduler.preemptions,
             engine.scheduler.prefix_hits,
-            engine.pool.num_free,
+            engine.pool.num_used,
         )
     finally:
         engine.close()

@@ -20,7 +20,11 @@ from planc.runtime.batch import Batch
 from planc.runtime.tokenizer import Tokenizer
 
 Logits = Callable[[NDArray[np.int64]], NDArray[np.float32]]
-CORPUS = ["the quick brown fox jumps over the lazy dog", "naïve café, 今天天气如何？ ďábelské 客单价 😀👩‍👩‍👧", "0123456789 {}[]()<>"]
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "naïve café, 今天天气如何？ ďábelské 客单价 😀👩‍👩‍👧",
+    "0123456789 {}[]()<>",
+]
 
 
 def hashed_logits(vocab_size: int, scale: float = 8.0) -> Logits:

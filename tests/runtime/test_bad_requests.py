@@ -113,7 +113,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "name", "changes", "param"), CASES, ids=[f"{c[0][4:8]}-{c[2]}" for c in CASES])
+@pytest.mark.parametrize(
+    ("path", "body", "name", "changes", "param"), CASES, ids=[f"{c[0][4:8]}-{c[2]}" for c in CASES]
+)
 def test_must_be_400(client, path, body, name, changes, param):
     for stream in (False, True):
         error = refused(client.post(path, json={**body, "stream": stream, **changes}))
@@ -145,7 +147,8 @@ def test_context_edges(client, stream):
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"null", b"[]", b'"x"', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800", "max_tokens": 2}', b"[" * 9999]
+    "body",
+    [b"", b"{", b"null", b"[]", b'"x"', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800", "max_tokens": 2}', b"[" * 9999],
 )
 def test_bad_json(client, body):
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
@@ -154,7 +157,7 @@ def test_bad_json(client, body):
 
 def test_nan_and_infinity_are_refused(client):
     for value in ("NaN", "Infinity", "1e999"):
-        refused(client.post("/v1/completions", content='{"prompt": "x", "temperature": %s}' % value))
+        refused(client.post("/v1/completions", content='{"prompt": "x", "temperature": ' + value + "}"))
 
 
 def test_body_too_large(client):
@@ -194,17 +197,54 @@ def test_accepted(client, extra):
 
 
 JUNK = [None, True, -1, 0, 1, 2**31, 2**64, 0.5, 1e300, "", "x", "\x00", [], [1], ["x"], [[]], {}, {"x": 1}, {"1": 1}]
-FIELDS = """model messages prompt n best_of max_tokens max_completion_tokens min_tokens temperature top_p top_k min_p
-repetition_penalty presence_penalty frequency_penalty seed stop stop_token_ids include_stop_str_in_output ignore_eos
-skip_special_tokens logit_bias allowed_token_ids stream stream_options cache_salt echo logprobs top_logprobs tools
-add_generation_prompt add_special_tokens chat_template_kwargs documents reasoning_effort response_format""".split()
+FIELDS = [
+    "model",
+    "messages",
+    "prompt",
+    "n",
+    "best_of",
+    "max_tokens",
+    "max_completion_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+    "stream",
+    "stream_options",
+    "cache_salt",
+    "echo",
+    "logprobs",
+    "top_logprobs",
+    "tools",
+    "add_generation_prompt",
+    "add_special_tokens",
+    "chat_template_kwargs",
+    "documents",
+    "reasoning_effort",
+    "response_format",
+]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
 def test_fuzz_never_5xx(client, path):
     rng = random.Random(path)
     for _ in range(120):
-        body = {**(CHAT if "chat" in path else TEXT), **{rng.choice(FIELDS): rng.choice(JUNK) for _ in range(rng.randrange(1, 3))}}
+        body = {
+            **(CHAT if "chat" in path else TEXT),
+            **{rng.choice(FIELDS): rng.choice(JUNK) for _ in range(rng.randrange(1, 3))},
+        }
         response = client.post(path, content=json.dumps(body))
         assert response.status_code < 500, (body, response.text)
         if response.status_code != 200:

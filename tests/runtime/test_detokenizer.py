@@ -155,7 +155,10 @@ def test_nothing_shown_is_ever_part_of_a_stop_and_nothing_is_held_without_need(t
             break
         held = text[len(shown) : end]
         assert text[:end] == shown + held
-        longest = max((n for n in range(end + 1) if any(s.startswith(text[end - n : end]) and len(s) > n for s in stops)), default=0)
+        longest = max(
+            (n for n in range(end + 1) if any(s.startswith(text[end - n : end]) and len(s) > n for s in stops)),
+            default=0,
+        )
         assert len(held) == longest
 
 

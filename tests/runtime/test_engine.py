@@ -70,7 +70,9 @@ def test_sampling_does_not_depend_on_company():
     prompt = [5, 6, 7, 8, 9]
     alone = engine().generate([prompt], params)[0].token_ids
     others = [SamplingParams(max_tokens=12, seed=i) for i in range(1, 8)]
-    crowd = engine(FakeExecutor(18, 4, VOCAB), seqs=16).generate([*[[i] * 9 for i in range(7)], prompt], [*others, params])
+    crowd = engine(FakeExecutor(18, 4, VOCAB), seqs=16).generate(
+        [*[[i] * 9 for i in range(7)], prompt], [*others, params]
+    )
     assert crowd[-1].token_ids == alone
     again = engine().generate([prompt], SamplingParams(max_tokens=12, temperature=0.9, top_p=0.95, seed=8))
     assert again[0].token_ids != alone

@@ -69,7 +69,9 @@ def test_mixed_storm_every_choice_equals_its_quiet_run():
         return [choice["text"] for choice in response.json()["choices"]]
 
     async def vanish(session, body):
-        async with session.stream("POST", "/v1/completions", json={**body, "stream": True, "max_tokens": 60}) as response:
+        async with session.stream(
+            "POST", "/v1/completions", json={**body, "stream": True, "max_tokens": 60}
+        ) as response:
             async for _ in response.aiter_bytes():
                 return None
 
@@ -92,8 +94,8 @@ def test_mixed_storm_every_choice_equals_its_quiet_run():
 
 def raw_request(body: dict) -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-    return head.encode() + data
+    head = ("POST /v1/completions HTTP/1.1", "host: x", f"content-length: {len(data)}", "", "")
+    return "\r\n".join(head).encode() + data
 
 
 async def send_and_vanish(url: str, body: dict, read: int) -> None:
@@ -136,10 +138,17 @@ def test_abort_storm_leaves_the_books_balanced():
     async def storm(url):
         for _ in range(6):
             bodies = [
-                {"prompt": marker(i) * rng.randrange(1, 9), "max_tokens": 100, "n": rng.choice([1, 3]), "stream": rng.random() < 0.5}
+                {
+                    "prompt": marker(i) * rng.randrange(1, 9),
+                    "max_tokens": 100,
+                    "n": rng.choice([1, 3]),
+                    "stream": rng.random() < 0.5,
+                }
                 for i in range(16)
             ]
-            await asyncio.gather(*(send_and_vanish(url, body, rng.choice([0, 1, 400]) if body["stream"] else 0) for body in bodies))
+            await asyncio.gather(
+                *(send_and_vanish(url, body, rng.choice([0, 1, 400]) if body["stream"] else 0) for body in bodies)
+            )
 
     with serving(service) as url:
         asyncio.run(storm(url))
@@ -147,7 +156,9 @@ def test_abort_storm_leaves_the_books_balanced():
         service.engine.scheduler.check_integrity()
         with httpx.Client(base_url=url) as client:
             body = {"prompt": marker(3), "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-            assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == TOKENIZER.decode(marker(3) * 2)
+            assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == TOKENIZER.decode(
+                marker(3) * 2
+            )
 
 
 def test_idle_server_uses_no_cpu():

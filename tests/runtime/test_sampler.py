@@ -122,6 +122,8 @@ def test_presence_and_frequency_see_the_output_only():
     logits = np.array([2.0, 1.0, 0.0], np.float32)
     assert sample(logits, sequence(tokens=(0, 0, 0), temperature=0, presence_penalty=2.0), ()) == 0
     assert sample(logits, sequence(tokens=(2, 0), prompt_len=1, temperature=0, presence_penalty=1.5), ()) == 1
+    spared = sequence(tokens=(0, 0, 0, 2), prompt_len=3, temperature=0, presence_penalty=1.5)
+    assert sample(logits, spared, ()) == 0
     once = sequence(tokens=(2, 0), prompt_len=1, temperature=0, frequency_penalty=0.4)
     thrice = sequence(tokens=(2, 0, 0, 0), prompt_len=1, temperature=0, frequency_penalty=0.4)
     assert (sample(logits, once, ()), sample(logits, thrice, ())) == (0, 1)

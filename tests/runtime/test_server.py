@@ -1,8 +1,16 @@
 """The HTTP surface over a fake model: shapes, stream == non-stream, usage, auth, metrics."""
 
+import asyncio
+import signal
+
 import httpx
 import pytest
 
+from planc.runtime.formats import CompletionFormat
+from planc.runtime.protocol import StreamOptions
+from planc.runtime.sequence import SamplingParams
+from planc.runtime.stream import EventStream, Job
+from planc.runtime.web import make_server
 from tests.runtime.fake import FakeExecutor
 from tests.runtime.live import TOKENIZER, VOCAB, events, make_service, serving, settle, text_of
 
@@ -90,7 +98,9 @@ def test_first_chat_chunk_has_the_role_and_no_usage_unless_asked(client):
 
 def test_prompt_forms_and_choice_order(client):
     ids = TOKENIZER.encode(TEXT["prompt"])
-    same = [post(client, "/v1/completions", TEXT, prompt=form) for form in (TEXT["prompt"], [TEXT["prompt"]], ids, [ids])]
+    same = [
+        post(client, "/v1/completions", TEXT, prompt=form) for form in (TEXT["prompt"], [TEXT["prompt"]], ids, [ids])
+    ]
     assert len({found["choices"][0]["text"] for found in same}) == 1
     both = post(client, "/v1/completions", TEXT, prompt=["lazy dog", TEXT["prompt"]], n=2)
     assert [c["index"] for c in both["choices"]] == [0, 1, 2, 3]
@@ -134,7 +144,9 @@ def test_chat_logprobs(client):
 
 def test_completion_logprobs(client):
     found = post(client, "/v1/completions", TEXT, logprobs=2)["choices"][0]["logprobs"]
-    assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["top_logprobs"]) == len(found["text_offset"])
+    assert (
+        len(found["tokens"]) == len(found["token_logprobs"]) == len(found["top_logprobs"]) == len(found["text_offset"])
+    )
     assert found["text_offset"][0] == 0
     assert all(found["top_logprobs"][i][token] == found["token_logprobs"][i] for i, token in enumerate(found["tokens"]))
     chunks = events(client.post("/v1/completions", json={**TEXT, "logprobs": 2, "stream": True}))
@@ -295,3 +307,31 @@ def test_hung_engine_is_unhealthy():
         assert client.post("/v1/completions", json=TEXT).status_code == 503
         service.engine._closed = None
         assert client.get("/health").status_code == 200
+
+
+def test_first_signal_drains_and_second_forces():
+    service = make_service()
+    server = make_server(service, 5)
+    server.handle_exit(signal.SIGTERM, None)
+    assert (service.draining, server.should_exit, server.force_exit) == (True, True, False)
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.force_exit
+    service.engine.close()
+
+
+def test_a_stream_that_cannot_be_sent_ends_its_sequences():
+    """Without any disconnect message, as when a proxy resets the connection in the middle of a write."""
+    service = make_service(FakeExecutor(200, 16, VOCAB, step_seconds=0.01))
+
+    async def send(message):
+        raise OSError("connection reset")
+
+    async def go():
+        job = Job(service.engine, [[5, 6]], SamplingParams(max_tokens=200, ignore_eos=True), 1)
+        form = CompletionFormat("fake", "", TOKENIZER)
+        with pytest.raises(OSError, match="reset"):
+            await EventStream(job, form.events(job, 1, StreamOptions()))({}, asyncio.Event().wait, send)
+
+    asyncio.run(go())
+    settle(service, 1.0)
+    service.engine.close()

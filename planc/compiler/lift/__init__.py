@@ -9,18 +9,15 @@ import torch
 from torch import fx
 
 from planc.compiler.ir.graph import Graph
-from planc.compiler.ir.recipe import load, step
-from planc.compiler.ir.types import DTYPES as NUMPY
 from planc.compiler.ir.types import TensorType
 from planc.compiler.lift.builder import Builder
-from planc.compiler.lift.call import DTYPES, Call, Lift, short_name
+from planc.compiler.lift.call import Call, Lift
 from planc.compiler.lift.form import Form, Mask
 from planc.compiler.lift.layout import arrange
+from planc.compiler.lift.leaves import Tensors, conserve, leaf
 from planc.compiler.lift.table import MASK_VIEWS, RULES, closed_set
-from planc.compiler.trace import Buffer, Traced
+from planc.compiler.trace import Traced
 from planc.errors import PlancError
-
-Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ def lift(traced: Traced, tensors: Tensors, names: Mapping[str, str]) -> Lifted:
     for node in traced.graph.nodes:
         if node.op == "placeholder":
             if node.users:
-                env[node] = _placeholder(node, traced, builder, tensors, names)
+                env[node] = leaf(node, traced, builder, tensors, names)
         elif node.op == "call_function":
             _lift_node(node, env, builder, traced)
         elif node.op == "output":
@@ -53,45 +50,8 @@ def lift(traced: Traced, tensors: Tensors, names: Mapping[str, str]) -> Lifted:
             raise PlancError(f"the trace holds {node.op} {node.target}, expected calls of ops only")
     assert output is not None
     graph = builder.graph(traced.name, output)
-    _conserve(traced, graph, tensors, names)
+    conserve(traced, graph, tensors, names)
     return Lifted(graph, graph.constants)
-
-
-def _placeholder(node: fx.Node, traced: Traced, builder: Builder, tensors: Tensors, names: Mapping[str, str]) -> Form:
-    if node.name in traced.inputs:
-        name = traced.inputs[node.name]
-        dims = ("R",) if name == "logit_rows" else (1, "T")
-        return Form.of(name, builder.types[name], dims, (0,) if len(dims) == 1 else (None, 0))
-    if node.name in traced.buffers:
-        return _buffer(traced.buffers[node.name], builder)
-    fqns = traced.parameters[node.name]
-    shape = tuple(node.meta["val"].shape)
-    name = checkpoint_name(fqns, tensors, names)
-    dtype, stored = tensors[name]
-    if stored != shape:
-        raise PlancError(f"tensor {name} of the checkpoint has shape {stored}, the config asks for {shape}")
-    recipe = load(name, dtype, shape)
-    if dtype != "f32":
-        recipe = step("cast", recipe, dtype="f32")
-    value = builder.weight(short_name(fqns[0]), recipe)
-    return Form.plain(value.name, value.type)
-
-
-def checkpoint_name(fqns: tuple[str, ...], tensors: Tensors, names: Mapping[str, str]) -> str:
-    """The checkpoint's name of a parameter with these names (more than one when tied). PlancError when it has none."""
-    for fqn in fqns:
-        if names.get(fqn) in tensors:
-            return names[fqn]
-    wanted = names.get(fqns[0], fqns[0])
-    raise PlancError(f"the checkpoint has no tensor {wanted} (parameter {' = '.join(fqns)})")
-
-
-def _buffer(buffer: Buffer, builder: Builder) -> Form:
-    dtype = buffer.value.dtype
-    if dtype not in DTYPES:
-        raise PlancError(f"buffer {buffer.name} has dtype {dtype}, which has no counterpart in the graph")
-    made = builder.constant(short_name(buffer.name), buffer.value.detach().numpy().astype(NUMPY[DTYPES[dtype]]))
-    return Form.known(made.name, made.type, buffer.value)
 
 
 def _lift_node(node: fx.Node, env: dict[fx.Node, Lift], builder: Builder, traced: Traced) -> None:
@@ -129,13 +89,3 @@ def _logits(node: fx.Node, env: Mapping[fx.Node, Lift], builder: Builder, traced
     if not isinstance(form, Form) or form.dims[:2] != (1, "R") or len(form.dims) != 3 or form.type.dtype != "f32":
         raise call.fail("the model's output is not float32 logits of the wanted rows")
     return arrange(call, form, (1, 2))
-
-
-def _conserve(traced: Traced, graph: Graph, tensors: Tensors, names: Mapping[str, str]) -> None:
-    """PlancError when a parameter that the logits depend on is in no weight of the graph."""
-    loaded = {name for w in graph.weights for name in w.recipe.loads}
-    for node in traced.graph.nodes:
-        if node.op == "placeholder" and node.users and node.name in traced.parameters:
-            fqns = traced.parameters[node.name]
-            if checkpoint_name(fqns, tensors, names) not in loaded:
-                raise PlancError(f"parameter {fqns[0]} is used by the model and lost in the graph")

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
+from planc.errors import PlancError
+
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
@@ -103,18 +105,24 @@ def meta_model(
     """The causal language model of a config in eval mode, every parameter and buffer on the meta device (nothing
     allocated).
 
-    `dtype` is a torch dtype's name, `attention` an implementation's name in transformers. The config is not changed.
+    `dtype` is a torch dtype's name, `attention` an implementation's name in transformers. The config is not
+    changed. PlancError when the type has no such model, or its code rejects the config.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            copy.deepcopy(config),
-            dtype=getattr(torch, dtype),
-            attn_implementation=attention,
-            trust_remote_code=trust_remote_code,
-        ).eval()
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                copy.deepcopy(config),
+                dtype=getattr(torch, dtype),
+                attn_implementation=attention,
+                trust_remote_code=trust_remote_code,
+            ).eval()
+    except Exception as e:  # noqa: BLE001 - model code fails in its own ways on a config that does not fit it
+        raise PlancError(
+            f"transformers cannot build a causal language model of type {config.model_type}: {one_line(e)}"
+        ) from None
 
 
 def normalize_generation(raw: dict[str, Any]) -> dict[str, Any]:
@@ -123,3 +131,11 @@ def normalize_generation(raw: dict[str, Any]) -> dict[str, Any]:
     eos = kept.get("eos_token_id", [])
     kept["eos_token_id"] = list(dict.fromkeys(eos if isinstance(eos, list) else [eos]))
     return kept
+
+
+def one_line(error: BaseException) -> str:
+    """Another library's message as one sentence of at most 200 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = f"unknown key {text}" if isinstance(error, KeyError) else text
+    text = text if len(text) <= 200 else text[:197] + "..."
+    return text if text.endswith((".", "!")) else text + "."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from planc.compiler.source.base import ModelSource, TensorInfo, normalize_generation
+from planc.compiler.source.base import ModelSource, TensorInfo, normalize_generation, one_line
 from planc.compiler.source.safetensors_file import SafetensorsFile
 from planc.errors import PlancError
 
@@ -95,18 +95,11 @@ def _load_config(path: Path, trust_remote_code: bool) -> PretrainedConfig:
 
     try:
         return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
+    except Exception as e:  # noqa: BLE001 - config classes validate with many kinds of errors
         raise PlancError(
-            f"{path / 'config.json'}: transformers {transformers.__version__} cannot read this config: {first_line(e)} "
+            f"{path / 'config.json'}: transformers {transformers.__version__} cannot read this config: {one_line(e)} "
             "If the model brings its own code, pass --trust-remote-code."
         ) from None
-
-
-def first_line(error: BaseException) -> str:
-    """The first sentence-like line of another library's message, for one-line errors."""
-    text = str(error).strip().splitlines()
-    line = text[0].strip() if text else type(error).__name__
-    return line if line.endswith(".") else line + "."
 
 
 def _open_tensors(path: Path, allow_pickle: bool) -> dict[str, TensorFile]:

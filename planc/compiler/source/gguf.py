@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from planc.compiler.source.base import DTYPES, ModelSource, TensorInfo, meta_model, normalize_generation
+from planc.compiler.source.base import DTYPES, ModelSource, TensorInfo, meta_model, normalize_generation, one_line
 from planc.compiler.source.files import SpanReader
-from planc.compiler.source.folder import first_line
 from planc.compiler.source.gguf_config import load_config
 from planc.compiler.source.gguf_header import GGUFTensor, corrupt, read_header
 from planc.errors import PlancError
@@ -145,7 +144,7 @@ def name_map(model: Any, config: PretrainedConfig, architecture: str) -> tuple[A
         return processor, get_gguf_hf_weights_map(_Names(config, model), processor)
     except NotImplementedError as e:
         raise PlancError(
-            f"GGUF architecture {architecture}: {first_line(e)} Use the model's Hugging Face folder."
+            f"GGUF architecture {architecture}: {one_line(e)} Use the model's Hugging Face folder."
         ) from None
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from planc.compiler.source.folder import first_line
+from planc.compiler.source.base import one_line
 from planc.compiler.source.gguf_header import GGUFHeader, corrupt, outline
 from planc.errors import PlancError
 
@@ -101,10 +101,10 @@ def _by_transformers(path: Path, header: GGUFHeader, architecture: str) -> Pretr
         Path(folder, "outline.gguf").write_bytes(outline(header))
         try:
             return transformers.AutoConfig.from_pretrained(folder, gguf_file="outline.gguf", local_files_only=True)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as e:
+        except Exception as e:  # noqa: BLE001 - config classes validate with many kinds of errors
             raise PlancError(
                 f"{path}: transformers {transformers.__version__} cannot make a config of GGUF "
-                f"architecture {architecture}: {first_line(e)} {_ADVICE}"
+                f"architecture {architecture}: {one_line(e)} {_ADVICE}"
             ) from None
 
 

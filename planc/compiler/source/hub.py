@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from planc.compiler.source.base import one_line
 from planc.errors import PlancError
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -37,8 +38,8 @@ def download(model: str, *, revision: str | None, allow_pickle: bool, code: bool
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]))
     except Exception as e:  # noqa: BLE001 - network, permission, name and cache errors share no base class
-        reason = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__).rstrip(".")
         raise PlancError(
-            f"{model} is no folder, no .gguf file and no alias here, and the Hugging Face hub gave nothing: {reason}. "
+            f"{model} is no folder, no .gguf file and no alias here, and the Hugging Face hub gave nothing: "
+            f"{one_line(e)} "
             "Check the name, the network (HF_HUB_OFFLINE) and, for gated models, `hf auth login`."
         ) from None

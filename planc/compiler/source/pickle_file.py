@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from planc.compiler.source.base import TensorInfo
+from planc.compiler.source.base import TensorInfo, one_line
 from planc.errors import PlancError
 
 if TYPE_CHECKING:
@@ -78,9 +78,7 @@ def _unpickle(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as e:  # noqa: BLE001 - the unpickler raises many kinds; each means that the file cannot be used
-        raise PlancError(
-            f"{path} cannot be unpickled safely: {str(e).strip().splitlines()[0]} Convert it to safetensors."
-        ) from None
+        raise PlancError(f"{path} cannot be unpickled safely: {one_line(e)} Convert it to safetensors.") from None
     if not isinstance(state, dict):
         raise PlancError(f"{path} holds a {type(state).__name__}, a dict of tensors was expected.")
     return state

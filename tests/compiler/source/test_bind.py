@@ -71,7 +71,7 @@ def test_tied_head_stored_twice(tmp_path: Path, same: bool) -> None:
     if same:
         assert bound(folder).unused == []
         return
-    with pytest.raises(PlancError, match="ties lm_head.weight .* differ.*tie_word_embeddings"):
+    with pytest.raises(PlancError, match=r"ties lm_head.weight .* differ.*tie_word_embeddings"):
         bound(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
@@ -107,5 +107,5 @@ def test_fused_experts_are_refused_by_name(tmp_path: Path) -> None:
     """Checkpoints with one tensor an expert need transformers' converters, which are not applied yet."""
     folder = tiny("mixtral", tmp_path, tokenizer=False, num_local_experts=2)
     assert any("experts.1" in name for name in load_file(folder / "model.safetensors"))
-    with pytest.raises(PlancError, match="experts.* must be merged into .* not supported yet"):
+    with pytest.raises(PlancError, match=r"experts.* must be merged into .* not supported yet"):
         bound(folder)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from planc.compiler.source import open_source
+from planc.compiler.source import meta_model, open_source
 from planc.errors import PlancError
 from tests.models import tiny
 
@@ -125,6 +125,22 @@ def test_invalid_config(folder: Path, text: str) -> None:
 def test_unknown_model_type(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "no_such_model"}')
     fails(folder, "config.json", "no_such_model", "transformers")
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": "x"}, {"hidden_size": 65}, {"num_attention_heads": 0}])
+def test_config_that_makes_no_sense(folder: Path, change: dict[str, object]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    fails(folder, "config.json", "cannot read this config")
+
+
+@pytest.mark.parametrize("change", [{"model_type": "t5"}, {"hidden_act": "nope"}])
+def test_config_without_a_causal_model(folder: Path, change: dict[str, object]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(PlancError, match="cannot build a causal language model") as caught:
+        meta_model(open_source(str(folder)).config())
+    assert "\n" not in str(caught.value)
 
 
 def test_quantized_checkpoint(folder: Path) -> None:

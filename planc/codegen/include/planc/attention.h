@@ -233,10 +233,9 @@ class PagedAttention {
     template <int MR>
     void weigh(const float (*p)[detail::CHUNK], float (*values)[WIDTH], Range part, int base, const int32_t* pages, int head) const {
         if (part.begin >= part.end) return;
-        constexpr int NV = tile_vecs(MR);
-        int v = 0;
-        for (; v + NV <= VALUE_VECS; v += NV) weigh_vecs<MR, NV>(p, values, v, part, base, pages, head);
-        for (; v < VALUE_VECS; ++v) weigh_vecs<MR, 1>(p, values, v, part, base, pages, head);
+        constexpr int NV = tile_vecs(MR), TILED = VALUE_VECS / NV * NV;
+        for (int v = 0; v < TILED; v += NV) weigh_vecs<MR, NV>(p, values, v, part, base, pages, head);
+        for (int v = TILED; v < VALUE_VECS; ++v) weigh_vecs<MR, 1>(p, values, v, part, base, pages, head);
     }
 
     template <int MR, int NV>

@@ -128,7 +128,9 @@ PLANC_INLINE VecI select(Mask m, VecI yes, VecI no) {
 }
 PLANC_INLINE Vec select(Mask m, Vec yes, Vec no) { return as_float(select(m, as_int(yes), as_int(no))); }
 
-PLANC_INLINE VecI iota() { return {{{0, 1, 2, 3}, {4, 5, 6, 7}, {8, 9, 10, 11}, {12, 13, 14, 15}}}; }
+PLANC_INLINE VecI iota() {
+    return {{Int4{0, 1, 2, 3}, Int4{4, 5, 6, 7}, Int4{8, 9, 10, 11}, Int4{12, 13, 14, 15}}};
+}
 
 // Byte BYTE of each lane moved to the top of the lane, the rest zero: the signed byte times 2^24.
 template <int BYTE>

@@ -1,0 +1,74 @@
+"""Small functions of hidden states lifted on their own: in goes a torch body, out come the graph's result and torch's."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from planc.compiler.ir import interp
+from planc.compiler.ir.verify import verify
+from planc.compiler.lift import Lifted, lift
+from planc.compiler.trace import capture
+
+WIDTH = 24
+VOCAB = 40
+TOKENS = 13
+
+Body = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+class _Parts(nn.Module):
+    """Parameters and a buffer for bodies to use; all random, none trivial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        shapes = {"table": (VOCAB, WIDTH), "w": (10, WIDTH), "wt": (WIDTH, 10), "v": (WIDTH,), "v10": (10,), "h": (4, 6)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+        self.register_buffer("freq", torch.linspace(0.01, 1.0, 6), persistent=False)
+        self.register_buffer("number", torch.tensor(1.7), persistent=False)
+
+
+class _Step(nn.Module):
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.model, self.body = _Parts(), body
+
+    def forward(self, ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        hidden = nn.functional.embedding(ids, self.model.table)
+        out = self.body(self.model, hidden, positions)
+        return out[:, logit_rows]
+
+
+def lifted(body: Body) -> Lifted:
+    """The graph of a body (model, hidden [1, T, 24], positions [1, T]) -> [1, T, N], verified."""
+    step = _Step(body)
+    buffers = {name: b.clone() for name, b in step.model.named_buffers()}
+    step = step.to("meta")
+    with torch.no_grad():
+        traced = capture("body", step, buffers, tokens=9)
+    tensors = {name: ("f32", tuple(p.shape)) for name, p in step.model.named_parameters()}
+    made = lift(traced, tensors, {name: name for name in tensors})
+    verify(made.graph, "lift")
+    return made
+
+
+def both(body: Body) -> tuple[Lifted, np.ndarray, np.ndarray]:
+    """The lifted graph, its result, and torch's, on a few rows at irregular positions."""
+    made, step = lifted(body), _Step(body)
+    ids = torch.randint(0, VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    positions = torch.tensor([[0, 1, 2, 4, 5, 9, 11, 12, 13, 20, 21, 30, 31]])
+    rows = torch.tensor([12, 0, 5, 5])
+    with torch.no_grad():
+        theirs = step(ids, positions, rows)[0].numpy()
+    return made, run(made, dict(step.model.named_parameters()), ids, positions, rows), theirs
+
+
+def run(made: Lifted, parameters: Mapping[str, Tensor], ids: Tensor, positions: Tensor, rows: Tensor) -> np.ndarray:
+    """The interpreter's logits [R, N]; ids and positions are [1, T]."""
+    weights = interp.weights_of(made.graph, lambda name: parameters[name].detach().numpy(), made.constants)
+    given = {"ids": ids[0], "positions": positions[0], "logit_rows": rows}
+    inputs = {name: t.numpy().astype(np.int32) for name, t in given.items()}
+    return interp.run(made.graph, inputs, weights)["logits"]

@@ -1,0 +1,102 @@
+"""The self-test: it passes real kinds of models, shrinks large ones, and each gate catches what it is there for."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.llama import modeling_llama
+
+from planc.compiler import gates
+from planc.compiler.ir.graph import Node
+from planc.compiler.lift import Lifted
+from planc.compiler.shrink import shrunk
+from planc.errors import PlancError
+from tests.models import config_of
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "gpt2"])
+def test_default_config_of_an_architecture_passes(arch: str) -> None:
+    assert gates.self_test(AutoConfig.for_model(arch)) <= 1e-5
+
+
+def test_a_shrunk_config_keeps_each_kind_of_layer_and_the_grouping() -> None:
+    config = config_of(
+        "gemma3_text",
+        hidden_size=1152,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        num_hidden_layers=12,
+        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 2,
+        sliding_window=512,
+    )
+    small = next(shrunk(config))
+    assert small.layer_types == ["sliding_attention", "full_attention"]
+    assert (small.num_attention_heads, small.num_key_value_heads, small.sliding_window) == (4, 2, 5)
+    assert small.hidden_size < 200
+    assert small.hidden_size != small.num_attention_heads * small.head_dim
+
+
+def test_a_head_size_that_is_tied_to_something_else_is_kept() -> None:
+    factors = [1.0 + i / 10 for i in range(24)]
+    config = config_of(
+        "phi3",
+        hidden_size=192,
+        rope_parameters=dict(
+            rope_type="longrope", rope_theta=1e4, short_factor=factors, long_factor=factors, factor=2.0,
+            original_max_position_embeddings=128,
+        ),
+        original_max_position_embeddings=128,
+    )  # fmt: skip
+    widths = [c.hidden_size // c.num_attention_heads for c in shrunk(config)]
+    assert 48 in widths
+
+
+def _changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[Node], Node]) -> None:
+    original = gates.lift
+
+    def wrong(*args: Any) -> Lifted:
+        made = original(*args)
+        return Lifted(made.graph.map_nodes(change), made.constants)
+
+    monkeypatch.setattr(gates, "lift", wrong)
+
+
+MISTAKES: dict[str, Callable[[Node], Node]] = {
+    "window": lambda n: n.with_attrs(kind="causal", window=0) if n.op == "attention" else n,
+    "scale": lambda n: n.with_attrs(scale=0.25) if n.op == "attention" else n,
+    "eps": lambda n: n.with_attrs(scalar=1e-4) if n.op == "add" and n.attr("scalar", 0.0) == 1e-6 else n,
+    "angle": lambda n: replace(n, op="sin") if n.op == "cos" else n,
+    "not a number": lambda n: replace(n, op="log") if n.op == "silu" else n,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_wrong_logits_are_found(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
+    _changed(monkeypatch, MISTAKES[mistake])
+    with pytest.raises(PlancError, match="self-test: logits .* differ"):
+        gates.self_test(config_of("mistral", rms_norm_eps=1e-6))
+
+
+def test_tokens_that_mix_outside_of_attention_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gates, "_lifted", lambda config, model: None)
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x + 0.1 * x.roll(1, 1))
+    with pytest.raises(PlancError, match="tokens mix outside of attention"):
+        gates.self_test(config_of("llama"))
+
+
+def test_the_random_stream_and_the_registries_are_left_alone() -> None:
+    from transformers.modeling_utils import AttentionInterface
+
+    before, names = torch.random.get_rng_state(), set(AttentionInterface._global_mapping)
+    gates.self_test(config_of("llama"))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert set(AttentionInterface._global_mapping) == names

@@ -1,0 +1,256 @@
+"""The tracer and its hooks: what a trace holds, that nothing is allocated, and every way in which it must refuse."""
+
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    packed_sequence_mask_function,
+    remap_positions_for_packed_sequence,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.llama import modeling_llama
+
+from planc.compiler import hooks
+from planc.compiler.ir.verify import verify
+from planc.compiler.lift import lift
+from planc.compiler.trace import trace
+from planc.errors import PlancError
+from tests.models import config_of
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+# ---- what a trace holds
+
+
+def test_nothing_is_allocated_and_only_live_nodes_remain() -> None:
+    traced = trace(config_of("llama"))
+    assert all(p.is_meta for p in traced.module.parameters())
+    names = {str(n.target) for n in traced.graph.nodes}
+    assert not {"aten.cumsum.default", "aten._assert_tensor_metadata.default"} & names
+    assert sorted(traced.inputs.values()) == ["ids", "logit_rows", "positions"]
+    assert sorted(traced.symbols.values()) == ["R", "T"]
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "gptj"])
+def test_buffers_are_those_of_a_model_built_on_the_cpu(arch: str) -> None:
+    fields: dict[str, Any] = dict(n_embd=64, n_layer=2, n_head=4, rotary_dim=8) if arch == "gptj" else {}
+    config = config_of(arch, **fields)
+    buffers = {b.name: b.value for b in trace(config).buffers.values()}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    assert buffers
+    for name, value in model.named_buffers():
+        assert torch.equal(buffers[name], value), name
+
+
+def test_a_buffer_that_its_module_does_not_make_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_llama.LlamaPreTrainedModel, "_init_weights", lambda self, module: None)
+    with pytest.raises(PlancError, match=r"buffer model.rotary_emb.inv_freq .* not make it again"):
+        trace(config_of("llama"))
+
+
+def test_tied_parameters_have_all_their_names() -> None:
+    traced = trace(config_of("gpt2"))
+    assert ("transformer.wte.weight", "lm_head.weight") in traced.parameters.values()
+
+
+def test_prepare_sees_the_model_before_the_trace() -> None:
+    def untie(model: torch.nn.Module) -> None:
+        weight = model.get_submodule("lm_head").weight
+        model.get_submodule("lm_head").weight = torch.nn.Parameter(torch.empty_like(weight))  # type: ignore[arg-type]
+
+    traced = trace(config_of("llama", tie_word_embeddings=True), prepare=untie)
+    assert ("lm_head.weight",) in traced.parameters.values()
+
+
+def test_the_config_is_left_alone() -> None:
+    config = config_of("llama")
+    before = config.to_dict()
+    trace(config)
+    assert config.to_dict() == before
+
+
+# ---- hooks
+
+
+def test_hooks_are_there_only_while_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(AttentionInterface._global_mapping), dict(AttentionMaskInterface._global_mapping)
+    with hooks.installed() as name:
+        assert name in AttentionInterface._global_mapping
+        with pytest.raises(RuntimeError, match="registered already"), hooks.installed():
+            pass
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: 1 / 0)
+    with pytest.raises(PlancError):
+        trace(config_of("llama"))
+    assert before == (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping)
+
+
+PACKED = torch.zeros(1, 4, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (causal_mask_function, ("causal", 0)),
+        (sliding_window_causal_mask_function(7), ("sliding", 7)),
+        (chunked_causal_mask_function(6, torch.zeros(1)), ("chunked", 6)),
+        (and_masks(causal_mask_function, packed_sequence_mask_function(PACKED)), ("causal", 0)),
+        (remap_positions_for_packed_sequence(sliding_window_causal_mask_function(7), PACKED), ("sliding", 7)),
+    ],
+)
+def test_mask_kinds(function: Callable[..., Any], expected: tuple[str, int]) -> None:
+    assert hooks.classify(function) == expected
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        bidirectional_mask_function,
+        sliding_window_bidirectional_mask_function(7),
+        and_masks(causal_mask_function, sliding_window_bidirectional_mask_function(7)),
+        or_masks(causal_mask_function, sliding_window_causal_mask_function(7)),
+        and_masks(sliding_window_causal_mask_function(7), sliding_window_causal_mask_function(5)),
+        lambda batch, head, q, k: k <= q,
+    ],
+)
+def test_other_masks_are_refused(function: Callable[..., Any]) -> None:
+    with pytest.raises(PlancError, match="attention mask"):
+        hooks.classify(function)
+
+
+def _call_with(monkeypatch: pytest.MonkeyPatch, **keywords: Any) -> None:
+    """Makes every attention of the first architecture pass these keywords too."""
+    original = modeling_llama.LlamaAttention.forward
+    monkeypatch.setattr(
+        modeling_llama.LlamaAttention, "forward", lambda self, *args, **kw: original(self, *args, **kw, **keywords)
+    )
+
+
+def test_an_unknown_keyword_of_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _call_with(monkeypatch, indices=torch.zeros(3))
+    with pytest.raises(PlancError, match=r"LlamaAttention \(layer 0\): keyword indices=Tensor\(3,\)"):
+        trace(config_of("llama"))
+
+
+def test_benign_and_absent_keywords_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    _call_with(monkeypatch, indices=None, output_attentions=False)
+    assert trace(config_of("llama")).graph
+
+
+def test_an_attention_without_mask_or_not_causal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **kw: None)
+    with pytest.raises(PlancError, match="mask is not a mask that the model asked transformers for"):
+        _lift(config_of("llama"))
+    monkeypatch.undo()
+    _call_with(monkeypatch, is_causal=False)
+    with pytest.raises(PlancError, match="not causal"):
+        _lift(config_of("llama"))
+
+
+# ---- refusals of the export
+
+
+def test_a_branch_on_data_names_module_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(x) if x.sum() > 0 else x
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
+    with pytest.raises(PlancError, match=r"tracing stopped in model.layers.0.mlp \(.*test_trace.py:\d+\): GuardOn"):
+        trace(config_of("llama"))
+
+
+def test_a_trace_for_one_token_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x.view(1, 9, -1) * 2)
+    with pytest.raises(PlancError, match="some token counts only"):
+        trace(config_of("llama"))
+
+
+def test_a_trace_for_few_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[1] < 64 else x * 3
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
+    with pytest.raises(PlancError, match="some token counts only"):
+        trace(config_of("llama"))
+
+
+def test_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        self.down_proj.weight.add_(1)
+        return x
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
+    with pytest.raises(PlancError, match=r"model.layers.0.mlp.down_proj.weight while it runs"):
+        trace(config_of("llama"))
+
+
+@pytest.mark.parametrize(
+    ("arch", "fields", "message"),
+    [
+        ("bloom", dict(n_layer=1), "takes no position_ids"),
+        ("gpt_neo", dict(num_layers=2, attention_types=[[["global", "local"], 1]]), "attention interface"),
+    ],
+)
+def test_models_without_the_hooks_are_refused(arch: str, fields: dict[str, Any], message: str) -> None:
+    from transformers import AutoConfig
+
+    with pytest.raises(PlancError, match=message):
+        trace(AutoConfig.for_model(arch, hidden_size=64, vocab_size=99, **fields))
+
+
+# ---- size
+
+
+def _lift(config: Any) -> Any:
+    traced = trace(config)
+    tensors = {name: ("bf16", tuple(p.shape)) for name, p in traced.module.named_parameters()}
+    return lift(traced, tensors, {name: name for name in tensors}).graph
+
+
+def _large(layers: int) -> tuple[float, float, int]:
+    """Seconds, growth of resident memory in MB and nodes of a 70B-shaped model of some layers."""
+    config = config_of(
+        "llama",
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+    )
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    graph = _lift(config)
+    verify(graph, "lift")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return time.perf_counter() - start, (peak - before) / 1024, len(graph.nodes)
+
+
+def test_a_large_model_of_16_layers_allocates_little() -> None:
+    seconds, megabytes, nodes = _large(16)
+    assert megabytes < 400
+    assert seconds < 60
+    assert nodes > 16 * 40
+
+
+@pytest.mark.slow
+def test_a_70b_model_traces_and_lifts_in_a_minute() -> None:
+    seconds, megabytes, _ = _large(80)
+    assert seconds < 60
+    assert megabytes < 1000

@@ -1,0 +1,102 @@
+"""Paged attention: against the float64 reference, and bit-equal alone, batched and in chunks of any size."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from planc.compiler.ir.ops import OPS
+from tests.kernels.harness import Case, Library, assert_close, assert_same_bits, case, f32, i32, random, tensor
+from tests.kernels.paged import Shape, empty_cache, page_table, slots
+
+MASK = {"scale": 0.25, "kind": "causal", "window": 0, "softcap": 0.0}
+ROWS = {  # name -> geometry and what differs from the plain causal mask
+    "mha": (Shape(2, 2, 16, 16), {}),
+    "gqa 3": (Shape(9, 3, 64, 64), {}),
+    "gqa 4, bf16": (Shape(8, 2, 80, 80, dtype="bf16"), {}),
+    "gqa 7, view": (Shape(7, 1, 32, 48), {"q": "strides:500,40"}),
+    "mqa 8, block 32": (Shape(8, 1, 128, 128, block=32), {}),
+    "head 256, sliding": (Shape(4, 1, 256, 256, dtype="bf16"), {"kind": "sliding", "window": 100}),
+    "sliding over chunks": (Shape(2, 1, 16, 16), {"kind": "sliding", "window": 257}),
+    "sliding of one": (Shape(2, 2, 16, 8), {"kind": "sliding", "window": 1}),
+    "chunked": (Shape(4, 2, 20, 20), {"kind": "chunked", "window": 48}),
+    "softcap": (Shape(4, 2, 16, 16), {"softcap": 5.0, "scale": 2.0}),
+    "sinks": (Shape(4, 2, 16, 33), {"sinks": True}),
+    "all at once": (Shape(6, 2, 24, 24, block=64), {"kind": "sliding", "window": 40, "softcap": 3.0, "sinks": True}),
+}
+
+
+def attention(s: Shape, extra: dict) -> Case:
+    attrs = {**MASK, **s.cache, **{k: v for k, v in extra.items() if k != "q"}}
+    q = f32("T", s.heads, s.k_dim, layout=extra.get("q", "row"))
+    types = [q, tensor("u8", "P", int(s.cache["page_bytes"])), i32("S", "M"), i32("S1"), i32("T")]
+    return case("paged_attention", *types, *([f32(s.heads)] if extra.get("sinks") else []), **attrs)
+
+
+CASES = {name: attention(*row) for name, row in ROWS.items()}
+LENGTHS = [1, 15, 16, 17, 255, 256, 257, 300, 530]
+
+
+class World:
+    """Sequences with their keys and values in the cache, and a query at every position."""
+
+    def __init__(self, s: Shape, lengths: Sequence[int]) -> None:
+        self.shape, self.lengths = s, list(lengths)
+        self.table, pages = page_table(self.lengths, s.block)
+        self.cache = empty_cache(s, pages)
+        self.q = [random(n, s.heads, s.k_dim, seed=10 + i) for i, n in enumerate(lengths)]
+        self.sinks = random(s.heads, seed=5)
+        append = {"op": OPS["kv_append"].ref, "attrs": s.cache}
+        for i, n in enumerate(lengths):
+            k, v = random(n, s.kv_heads, s.k_dim, seed=30 + i), random(n, s.kv_heads, s.v_dim, seed=60 + i)
+            append["op"](append["attrs"], [k, v, slots(self.table, i, np.arange(n), s.block), self.cache], [])
+
+    def step(self, parts: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
+        """Inputs of a step over (sequence, first position, end position)."""
+        q = np.concatenate([self.q[s][a:b] for s, a, b in parts])
+        positions = np.concatenate([np.arange(a, b) for _, a, b in parts]).astype(np.int32)
+        start = np.cumsum([0, *(b - a for _, a, b in parts)]).astype(np.int32)
+        return [q, self.cache, self.table[[s for s, _, _ in parts]], start, positions]
+
+    def run(self, library: Library, c: Case, parts: Sequence[tuple[int, int, int]], threads: int = 1) -> np.ndarray:
+        given = self.step(parts) + ([self.sinks] if dict(c.attrs).get("sinks") else [])
+        tokens = len(given[0])
+        sizes = (tokens, len(parts), 0, self.table.shape[1])
+        return library.run(c, given, tokens, threads=threads, sizes=sizes)[0]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_close_to_float64(library: Library, name: str) -> None:
+    c, world = CASES[name], World(ROWS[name][0], LENGTHS)
+    parts = [(i, max(0, n - 9), n) for i, n in enumerate(LENGTHS)]
+    given = world.step(parts) + ([world.sinks] if dict(c.attrs).get("sinks") else [])
+    (want,) = OPS[c.op].ref(dict(c.attrs), given, c.types)
+    assert_close(world.run(library, c, parts), want, 1e-5, name)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_chunks_batches_and_threads_change_no_bit(library: Library, name: str) -> None:
+    c, world = CASES[name], World(ROWS[name][0], [530, 40, 300])
+    whole = world.run(library, c, [(0, 0, 530)])
+    batched = world.run(library, c, [(1, 3, 40), (0, 0, 530), (2, 299, 300)], threads=3)
+    assert_same_bits(batched[37:567], whole, "batched")
+    for size, threads in ((1, 2), (7, 1), (64, 2), (257, 5)):
+        starts = range(0, 530, size) if size > 1 else (0, 1, 15, 16, 255, 256, 257, 511, 512, 529)
+        for a in starts:
+            b = min(a + size, 530)
+            assert_same_bits(world.run(library, c, [(0, a, b)], threads), whole[a:b], f"{name}, {a}..{b}")
+
+
+def test_keys_after_the_query_may_hold_anything(library: Library) -> None:
+    """A later token's key and value change nothing, be they infinite."""
+    c, world = CASES["mha"], World(ROWS["mha"][0], [300])
+    before = world.run(library, c, [(0, 250, 270)])
+    k = np.full((30, 2, 16), np.inf, np.float32)
+    OPS["kv_append"].ref(ROWS["mha"][0].cache, [k, k, slots(world.table, 0, np.arange(270, 300), 16), world.cache], [])
+    assert_same_bits(world.run(library, c, [(0, 250, 270)]), before)
+
+
+def test_sequences_without_tokens(library: Library) -> None:
+    c, world = CASES["gqa 3"], World(ROWS["gqa 3"][0], [20, 30])
+    want = world.run(library, c, [(1, 10, 30)])
+    assert_same_bits(world.run(library, c, [(0, 5, 5), (1, 10, 30), (0, 6, 6)]), want)

@@ -1,0 +1,132 @@
+"""The CPU executor over a small C library: addresses, strides, logits; and every way that a plan can be unfit."""
+
+import ctypes
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from planc.errors import PlancError
+from planc.plans.store import load
+from planc.runtime.cpu import CpuExecutor, available_cpus, kv_blocks
+from planc.runtime.engine import Engine
+from planc.runtime.scheduler import SchedulerLimits
+from planc.runtime.sequence import SamplingParams
+from planc.runtime.tokenizer import Tokenizer
+from planc.runtime.weights import MappedWeights, addresses
+from tests.runtime.cplan import BLOCK, MAX_LEN, MAX_SEQS, MAX_TOKENS, PLAN, SHIFT, expected, write_plan
+
+
+@pytest.fixture
+def root(tmp_path):
+    write_plan(tmp_path)
+    return tmp_path
+
+
+def test_engine_over_the_library(root):
+    """Chunked, batched and preempted: what the C model reads back is what was written."""
+    executor = CpuExecutor(root, PLAN, num_blocks=10, num_threads=1)
+    engine = Engine(executor, Tokenizer.load(root / "tokenizer"), SchedulerLimits(MAX_LEN, MAX_SEQS, MAX_TOKENS))
+    prompts = [[11 + i] * (1 + 9 * i) for i in range(8)]
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=40, temperature=0))
+    assert [list(o.token_ids) for o in outputs] == [expected(prompt, 40) for prompt in prompts]
+    assert engine.scheduler.preemptions > 0
+    bad, good = engine.generate([[7], [8]], SamplingParams(max_tokens=3, temperature=0))
+    assert "returned 3" in bad.error
+    assert list(good.token_ids) == expected([8], 3)
+    engine.close()
+    executor.close()
+    with pytest.raises(PlancError, match="closed"):
+        executor.step(None)
+
+
+def test_logits_are_a_view_of_the_arena(root):
+    executor = CpuExecutor(root, PLAN, num_blocks=2, num_threads=1)
+    assert executor._logits.shape == (MAX_SEQS, PLAN.limits.vocab_size)
+    assert executor._logits.ctypes.data % 64 == 0
+    executor.close()
+
+
+def test_weights_are_mapped_read_only(root):
+    file = MappedWeights(root / "weights/rank0.safetensors")
+    (address,) = addresses([file], ["shift"])
+    assert ctypes.c_int32.from_address(address).value == SHIFT
+    assert address % 64 == 0
+    with open("/proc/self/smaps") as maps:
+        mine = [line for line in maps if str(file.path) in line]
+    assert mine
+    assert all(line.split()[1] == "r--s" for line in mine)
+
+
+def test_targets_this_cpu_lacks_are_refused_by_name(root, monkeypatch):
+    monkeypatch.setattr("planc.plans.host.cpu_flags", lambda: frozenset({"avx2"}))
+    with pytest.raises(PlancError, match=r"cpu:x86-64-v4\+vnni, but this CPU lacks .*avx512_vnni"):
+        CpuExecutor(root, replace(PLAN, target="cpu:x86-64-v4+vnni"), 2)
+    with pytest.raises(PlancError, match="cuda:sm_90a; this runtime serves cpu"):
+        CpuExecutor(root, replace(PLAN, target="cuda:sm_90a"), 2)
+
+
+def test_unfit_plans_are_named(root):
+    with pytest.raises(PlancError, match="has no weights"):
+        CpuExecutor(root, replace(PLAN, weight_files=()), 2)
+    with pytest.raises(PlancError, match=r"rank1\.safetensors is missing"):
+        CpuExecutor(root, replace(PLAN, weight_files=("weights/rank1.safetensors",)), 2)
+    program = replace(PLAN.program, weights=("other", "nowhere"))
+    with pytest.raises(PlancError, match="'nowhere' is missing"):
+        CpuExecutor(root, replace(PLAN, program=program), 2)
+    with pytest.raises(PlancError, match="5000 threads"):
+        CpuExecutor(root, PLAN, 2, num_threads=5000)
+    (root / "kernels/other.so").write_bytes(b"\x7fELF nonsense")
+    for name in ("kernels/other.so", "kernels/none.so"):
+        with pytest.raises(PlancError, match="cannot be loaded"):
+            CpuExecutor(root, replace(PLAN, program=replace(PLAN.program, library=name)), 2)
+
+
+def test_a_flipped_byte_of_the_code_is_found_before_it_runs(root):
+    plan = load(root)
+    path = root / "kernels/model.so"
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(PlancError, match=r"model\.so has changed since the build"):
+        CpuExecutor(root, plan, 2)
+
+
+def test_cut_and_misaligned_weight_files(root):
+    path = root / "weights/rank0.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    with pytest.raises(PlancError, match="cut short"):
+        MappedWeights(path)
+    path.write_bytes(whole[:3])
+    with pytest.raises(PlancError, match="not a safetensors file"):
+        MappedWeights(path)
+    size = int.from_bytes(whole[:8], "little")
+    path.write_bytes((size + 4).to_bytes(8, "little") + whole[8 : 8 + size] + b"    " + whole[8 + size :])
+    with pytest.raises(PlancError, match="expected a multiple of 64"):
+        MappedWeights(path)
+
+
+def test_kv_blocks():
+    page, per_seq = PLAN.kv.page_bytes, MAX_LEN // BLOCK
+    assert kv_blocks(PLAN, 10 * page + 1, 4) == 10
+    assert kv_blocks(PLAN, 10**9, 4) == 4 * per_seq
+    for memory in (page - 1, -5):
+        with pytest.raises(PlancError, match=f"needs at least {page}"):
+            kv_blocks(PLAN, memory, 4)
+
+
+def test_available_cpus_honours_the_quota(tmp_path, monkeypatch):
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr("planc.runtime.cpu.CPU_QUOTA", quota)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    assert available_cpus() == 8
+    for text, count in (("max 100000", 8), ("250000 100000", 3), ("1000 100000", 1)):
+        quota.write_text(text + "\n")
+        assert available_cpus() == count
+
+
+def test_arena_starts_zeroed(root):
+    executor = CpuExecutor(root, PLAN, num_blocks=2, num_threads=1)
+    assert not np.any(executor._logits)
+    executor.close()
