@@ -16,7 +16,7 @@ RUNTIME = [
     "tokenizers>=0.22,<0.24",
     "jinja2>=3.1,<4",
     "pydantic>=2.9,<3",
-    "fastapi>=0.115,<1",
+    "starlette>=0.41,<2",
     "uvicorn>=0.32,<1",
     "prometheus-client>=0.21,<1",
 ]

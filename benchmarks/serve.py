@@ -1,8 +1,8 @@
 """How does a server behave under load? Drives an OpenAI-compatible server at a given concurrency.
 
 Prints percentiles of TTFT (send to first token) and ITL (gap between tokens), and tokens per second. Output tokens are
-counted by the server's usage, not by chunks. Prompts are random token ids, so no run hits another's cached prefix unless
---shared-prefix asks for it.
+counted by the server's usage, not by chunks. Prompts are random token ids, so no run hits another's cached prefix
+unless --shared-prefix asks for it.
 """
 
 import argparse

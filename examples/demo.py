@@ -1,4 +1,4 @@
-"""Builds SmolLM2-135M-Instruct for this CPU, serves it, streams one chat answer to the terminal, and prints the figures."""
+"""Builds SmolLM2-135M-Instruct for this CPU, serves it, streams one chat answer, and prints the figures."""
 
 import json
 import signal

@@ -25,6 +25,9 @@ class _Verbs(click.Group):
         except PlancError as e:
             click.echo(f"planc: error: {e}", err=True)
             ctx.exit(e.exit_code)
+        except OSError as e:
+            click.echo(f"planc: error: {e.filename or 'a file'}: {e.strerror or e}", err=True)
+            ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("planc: interrupted", err=True)
             ctx.exit(130)

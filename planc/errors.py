@@ -1,4 +1,4 @@
-"""The two exceptions that reach a user: in goes what went wrong and the next step, out comes one line and an exit code."""
+"""The exceptions that reach a user: in goes what went wrong and the next step, out come one line and an exit code."""
 
 
 class PlancError(Exception):

@@ -1,6 +1,6 @@
-"""Graphs of tiny random models for tests: in goes an architecture, out come its lifted graph, its source and its inputs."""
+"""Graphs of tiny random models for tests: in goes a folder, out come its lifted graph, its source, its inputs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,10 @@ class Lifted:
 def lifted(path: Path) -> Lifted:
     """The lifted graph of a model folder."""
     source = open_source(str(path))
-    traced = trace(source.config())
+    bindings = []
+    traced = trace(source.config(), prepare=lambda model: bindings.append(bind(model, source)))
     table = {name: (t.dtype, t.shape) for name, t in source.tensors.items()}
-    made = lift(traced, table, bind(traced.module, source).names)
-    return Lifted(replace(made.graph, constants=made.constants), source, path)
+    return Lifted(lift(traced, table, bindings[0].names).graph, source, path)
 
 
 def inputs(graph: Graph, ids: np.ndarray, rows: list[int]) -> dict[str, np.ndarray]:

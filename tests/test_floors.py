@@ -20,7 +20,7 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "codegen": (("planc.codegen", "planc.plans", *IR), ("numpy", "jinja2")),
     "runtime": (
         ("planc.runtime", "planc.plans", "planc.errors", "planc.__version__"),
-        ("numpy", "tokenizers", "jinja2", "pydantic", "fastapi", "starlette", "uvicorn", "prometheus_client", "anyio"),
+        ("numpy", "tokenizers", "jinja2", "pydantic", "starlette", "uvicorn", "prometheus_client"),
     ),
     "compiler": (
         ("planc",),

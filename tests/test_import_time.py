@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-HEAVY = ("torch", "transformers", "triton", "onnx", "numpy", "fastapi", "uvicorn", "tokenizers", "rich")
+HEAVY = ("torch", "transformers", "triton", "onnx", "numpy", "starlette", "uvicorn", "tokenizers", "rich")
 
 
 def loaded(code: str) -> set[str]:

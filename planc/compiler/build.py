@@ -124,18 +124,18 @@ def _compile(
 ) -> tuple[Graph, tuple[schema.PassLog, ...], schema.ModelInfo]:
     from planc.compiler.gates import self_test
     from planc.compiler.lift import lift
-    from planc.compiler.source.bind import bind
+    from planc.compiler.source.bind import Binding, bind
     from planc.compiler.trace import trace
 
     with progress.stage("trace"):
-        traced = trace(config)
-        binding = bind(traced.module, source)
+        bindings: list[Binding] = []  # bound before the trace: a tie that the checkpoint breaks must not be traced
+        traced = trace(config, prepare=lambda model: bindings.append(bind(model, source)))
+        (binding,) = bindings
     if binding.unused:
         progress.say(f"{len(binding.unused)} tensors of the checkpoint are not used, first {binding.unused[0]}")
     with progress.stage("lift"):
         table = {name: (t.dtype, t.shape) for name, t in source.tensors.items()}
-        lifted = lift(traced, table, binding.names)
-        graph = replace(lifted.graph, constants=lifted.constants)
+        graph = lift(traced, table, binding.names).graph
     with progress.stage("self-test"):
         self_test(config)
     with progress.stage("passes"):
@@ -265,9 +265,8 @@ def _measure(
         runnable, home, on = plan, root, options.target
         if missing_flags(plan.target):
             on = targets.host()
-            codegen.build_library(
-                graph, on, Path(scratch) / "kernels", progress=progress.counter("kernels for this CPU")
-            )
+            bar = progress.counter("kernels for this CPU")
+            cpu.build(program.program(graph, on, options.dims), Path(scratch) / "kernels", progress=bar)
             (Path(scratch) / "weights").symlink_to((root / "weights").resolve())
             runnable, home = replace(plan, target=str(on)), Path(scratch)
         pages = -(-options.max_model_len // options.block_size)

@@ -11,6 +11,7 @@ VOCAB = 160
 INNER = 80
 _MAX_KINDS = 8
 
+_STEPS = ((True, True, HEAD_DIM), (True, True, None), (False, True, HEAD_DIM), (True, False, None))
 _INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 _WINDOWS = ("sliding_window", "window_size")
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -18,15 +19,12 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 def shrunk(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
     """Copies of the config, the smallest first: all; all but the head's size; all but the layers; layers alone."""
-    for fields in (
-        _layers(config) | _common(config) | _widths(config, head_dim=HEAD_DIM),
-        _layers(config) | _common(config) | _widths(config, head_dim=None),
-        _common(config) | _widths(config, head_dim=HEAD_DIM),
-        _layers(config) | _common(config),
-    ):
+    for layers, widths, head_dim in _STEPS:
         try:
+            fields = _layers(config) if layers else {}
+            fields |= _common(config) | (_widths(config, head_dim) if widths else {})
             made = _copy(config, fields)
-        except Exception:  # noqa: BLE001 - a config that checks itself may refuse fields that do not fit each other
+        except Exception:  # noqa: BLE001 - a config may lack a field, or refuse fields that do not fit each other
             continue
         yield made
 

@@ -36,10 +36,9 @@ def _copy_views(graph: Graph, options: Options) -> Graph:
     inputs = {v.name for v in graph.inputs}
     replaced: dict[Node, list[Node]] = {}
     for n in graph.nodes:
-        if OPS[n.op].view:
-            wrong = [i for i in n.inputs[:1] if i in inputs]  # an input has no place in the arena to look into
-        else:
-            wrong = _unreadable(n, graph, options)
+        # a view looks into the arena, where a graph input has no place
+        views_input = [i for i in n.inputs[:1] if i in inputs]
+        wrong = views_input if OPS[n.op].view else _unreadable(n, graph, options)
         if wrong:
             copies = {i: _copy(i, n, graph) for i in wrong}
             reader = replace(n, inputs=tuple(copies[i].out.name if i in copies else i for i in n.inputs))

@@ -60,7 +60,11 @@ def _cgroup_left() -> int:
     base = Path("/sys/fs/cgroup")
     try:
         limit = (base / "memory.max").read_text().strip()
+        if limit == "max":
+            return 1 << 62
         used = int((base / "memory.current").read_text())
+        stat = dict(row.split() for row in (base / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return 1 << 62
-    return 1 << 62 if limit == "max" else max(0, int(limit) - used)
+    # the page cache that the kernel would drop first counts as used there, and is ours to take
+    return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))

@@ -79,7 +79,7 @@ def publish(out: Path, *, force: bool) -> Iterator[Path]:
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise PlancError(f"no space left on the disk of {out.parent}; free some and build again.") from e
-        raise
+        raise PlancError(f"writing {out} failed: {e.strerror or e}; nothing was left behind.") from e
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -50,8 +50,8 @@ class CpuExecutor:
 
     def __init__(self, root: Path, plan: Plan, num_blocks: int, num_threads: int | None = None) -> None:
         _check_target(plan.target)
-        if not plan.weight_files:
-            raise PlancError(f"{root}: the plan has no weights; build it with --weights pack to serve it.")
+        if not plan.has_weights:
+            raise PlancError(f"{root} was built with --weights none; build it with --weights pack to run it.")
         self.num_blocks = num_blocks
         self.block_size = plan.kv.block_size
         self.vocab_size = plan.limits.vocab_size

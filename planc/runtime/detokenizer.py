@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 Decode = Callable[[list[int]], str]
 REPLACEMENT = "\ufffd"
@@ -10,7 +12,35 @@ CONTEXT_TOKENS = 6  # prompt tokens that tell the decoder whether a leading spac
 MAX_HELD_TOKENS = 64  # no character needs this many tokens; output that stays broken so long is let go as it is
 
 
-class Detokenizer:
+class Detokenizer(Protocol):
+    """Text of a growing sequence. The concatenation of all that `push` and `flush` return is its whole text."""
+
+    def push(self, token: int) -> str:
+        """Add a token; return the text that it completes, often one word, sometimes nothing."""
+        ...
+
+    def flush(self) -> str:
+        """The held text, broken as it may be; the sequence is over."""
+        ...
+
+
+class ByteDetokenizer:
+    """For tokens that are plain bytes (byte-level BPE): exact, and much faster than windows."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """Add a token."""
+        return self._decoder.decode(self._token_bytes(token))
+
+    def flush(self) -> str:
+        """The bytes of a character that did not become whole, as U+FFFD."""
+        return self._decoder.decode(b"", True)
+
+
+class WindowDetokenizer:
     """Decodes a growing sequence by windows that start where text was whole.
 
     The concatenation of all that `push` and `flush` return equals decode(prompt + output) less decode(prompt), except
@@ -26,7 +56,7 @@ class Detokenizer:
         self._context = len(self._ids)
 
     def push(self, token: int) -> str:
-        """Add a token; return the text that it completes, often one word, sometimes nothing."""
+        """Add a token."""
         self._ids.append(token)
         text, held = self._new_text(), len(self._ids) - self._context
         if held < MAX_HELD_TOKENS and (not text or text.endswith(REPLACEMENT)):
@@ -39,7 +69,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """The held text, broken as it may be; the sequence is over."""
+        """The text of the held tokens."""
         text = self._new_text()
         self._context = len(self._ids)
         return text

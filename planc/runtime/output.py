@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import partial
 
-from planc.runtime.detokenizer import Detokenizer, StopStrings
+from planc.runtime.detokenizer import StopStrings
 from planc.runtime.sampler import TokenLogprobs
 from planc.runtime.sequence import Sequence
 from planc.runtime.tokenizer import Tokenizer
@@ -58,8 +57,8 @@ class OutputWriter:
         params = seq.params
         self._seq = seq
         self._eos = () if params.ignore_eos else eos_token_ids
-        decode = partial(tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
-        self._detokenizer = Detokenizer(decode, seq.tokens[: seq.prompt_len])
+        prompt = seq.tokens[: seq.prompt_len]
+        self._detokenizer = tokenizer.detokenizer(prompt, skip_special_tokens=params.skip_special_tokens)
         self._stops = StopStrings(params.stop, keep=params.include_stop_str_in_output)
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []

@@ -16,13 +16,12 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from planc.runtime.errors import RequestError
-from planc.runtime.sequence import SamplingParams
+from planc.runtime.sequence import SAMPLING_KEYS, SamplingParams
 
 log = logging.getLogger("planc.server")
 
-SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 MAX_SAMPLES = 128  # choices of one prompt
-MAX_PROMPTS = 1024  # prompts of one completion request
+MAX_CHOICES = 1024  # prompts times n of one completion request
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
 
 # Field -> the values that ask for nothing.
@@ -177,8 +176,7 @@ class ChatRequest(GenerationRequest):
         known = {"documents": self.documents, "reasoning_effort": self.reasoning_effort}
         variables = {name: value for name, value in known.items() if value is not None}
         variables |= self.chat_template_kwargs or {}
-        for name in ("messages", "tools"):
-            variables.pop(name, None)
+        variables.pop("tools", None)
         return {"add_generation_prompt": self.add_generation_prompt, **variables}
 
     def sampling(self, defaults: Mapping[str, float]) -> SamplingParams:
@@ -210,8 +208,11 @@ class CompletionRequest(GenerationRequest):
             raise RequestError("prompt: expected a string, token ids, or a list of either", param="prompt")
         if not prompt or not all(prompt):
             raise RequestError("the prompt is empty; it must have at least one token", param="prompt")
-        if len(prompt) > MAX_PROMPTS:
-            raise RequestError(f"{len(prompt)} prompts in one request, at most {MAX_PROMPTS}", param="prompt")
+        if len(prompt) * self.samples > MAX_CHOICES:
+            choices = len(prompt) * self.samples
+            raise RequestError(
+                f"{choices} choices (prompts times n) in one request, at most {MAX_CHOICES}", param="prompt"
+            )
         return prompt
 
     def sampling(self, defaults: Mapping[str, float], room: int) -> SamplingParams:
@@ -265,22 +266,6 @@ def parse(kind: type[Body], body: bytes) -> Body:
         where = ".".join(str(part) for part in first["loc"])
         param = str(first["loc"][0]) if first["loc"] else None
         raise RequestError(f"{where}: {first['msg']}" if where else first["msg"], param=param) from None
-
-
-def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling values of a generation_config.json; those that no SamplingParams takes are logged and left out."""
-    found: dict[str, Any] = {}
-    for name in SAMPLING_KEYS:
-        value = generation_config.get(name)
-        if value is None:
-            continue
-        try:
-            SamplingParams(**{name: value})
-        except (RequestError, TypeError):
-            log.warning("generation_config.json: %s is %r, which is no valid default; ignored", name, value)
-        else:
-            found[name] = value
-    return found
 
 
 def error_body(error: RequestError) -> dict[str, Any]:

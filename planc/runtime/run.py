@@ -21,7 +21,7 @@ from planc.runtime.cpu import CpuExecutor, check_file, kv_blocks
 from planc.runtime.engine import Engine, Observer
 from planc.runtime.output import Output
 from planc.runtime.scheduler import SchedulerLimits
-from planc.runtime.sequence import SamplingParams
+from planc.runtime.sequence import SamplingParams, model_defaults
 from planc.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -101,15 +101,15 @@ def load(options: RunOptions, observer: Observer | None = None) -> Loaded:
     return Loaded(plan, engine, tokenizer)
 
 
-def serve(options: RunOptions, echo: Echo = print) -> None:
+def serve(options: RunOptions, echo: Echo | None = None) -> None:
     """Serve a plan over HTTP until SIGINT or SIGTERM, then let running requests end (shutdown_timeout seconds).
 
     The port is claimed first, so that a port in use is known at once, and opens when the model is ready.
     """
+    echo = echo or (lambda line: _write_out(line + "\n"))
     started = time.monotonic()
     with claim_port(options.host, options.port) as listener:
         from planc.runtime.metrics import Metrics
-        from planc.runtime.protocol import model_defaults
         from planc.runtime.server import Service
         from planc.runtime.web import serve_app
 
@@ -140,9 +140,8 @@ def run_prompt(
     """Write the answer to one prompt as it is generated, and return its last Output.
 
     The prompt is the user's turn of a conversation when the model has a chat template, else the text to go on from.
+    Greedy, unless the model's generation_config.json says otherwise.
     """
-    from planc.runtime.protocol import model_defaults
-
     write = write or _write_out
     loaded = load(options)
     tokenizer, engine = loaded.tokenizer, loaded.engine
@@ -150,7 +149,7 @@ def run_prompt(
         ids = tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": prompt}]), add_special_tokens=False)
     else:
         ids = tokenizer.encode(prompt)
-    params = SamplingParams(**{"max_tokens": max_tokens, **model_defaults(tokenizer.generation)})
+    params = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, **model_defaults(tokenizer.generation)})
     arrived: SimpleQueue[Output] = SimpleQueue()
     engine.start()
     try:

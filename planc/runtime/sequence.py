@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
+import logging
 import math
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from planc.runtime.errors import RequestError
 
@@ -13,6 +16,9 @@ GREEDY_BELOW = 1e-5  # a temperature under this is greedy, as in vLLM: dividing 
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 20  # OpenAI's bound for top_logprobs
 MAX_SEED = 2**63
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a model may give defaults for
+
+log = logging.getLogger("planc.engine")
 
 
 class Status(enum.Enum):
@@ -112,6 +118,22 @@ def _check_range(name: str, value: float | None, low: float, high: float, open_l
     if not (inside and math.isfinite(value)):
         bounds = f"{'(' if open_low else '['}{low}, {'inf)' if high == math.inf else f'{high}]'}"
         raise RequestError(f"{name} is {value}, expected a value in {bounds}", param=name)
+
+
+def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling values of a generation_config.json; those that no SamplingParams takes are logged and left out."""
+    found: dict[str, Any] = {}
+    for name in SAMPLING_KEYS:
+        value = generation_config.get(name)
+        if value is None:
+            continue
+        try:
+            SamplingParams(**{name: value})
+        except (RequestError, TypeError):
+            log.warning("generation_config.json: %s is %r, which is no valid default; ignored", name, value)
+        else:
+            found[name] = value
+    return found
 
 
 @dataclass(slots=True)

@@ -104,7 +104,12 @@ def create_app(service: Service) -> ASGIApp:
         Route("/metrics", partial(metrics, service)),
         Route("/version", version),
     ]
-    handlers: Any = {RequestError: _on_request_error, HTTPException: _on_http_error, ClientDisconnect: _on_disconnect}
+    handlers: Any = {
+        RequestError: _on_request_error,
+        HTTPException: _on_http_error,
+        ClientDisconnect: _on_disconnect,
+        Exception: _on_bug,  # starlette raises it again after the answer
+    }
     return _Gate(Starlette(routes=routes, exception_handlers=handlers), service)
 
 
@@ -209,17 +214,21 @@ class _Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status = time.monotonic(), 500
+        started, status, whole = time.monotonic(), 500, False
 
         async def counted(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
+            nonlocal status, whole
+            status = message.get("status", status)
             await send(message)
+            whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         app = self._app if self._allowed(scope) else _unauthorized()
         try:
             await app(scope, receive, counted)
+        except Exception:
+            if not whole:
+                raise  # uvicorn logs it and cuts the connection, which tells the client
+            log.exception("a bug while answering %s %s", scope["method"], scope["path"])
         finally:
             route = scope.get("route")
             handler = route.path if isinstance(route, Route) else "none"
@@ -268,6 +277,10 @@ async def _on_request_error(request: Request, error: RequestError) -> Response:
 async def _on_http_error(request: Request, error: HTTPException) -> Response:
     message = f"{error.detail}: {request.method} {request.url.path}"
     return JSONResponse(error_body(RequestError(message, status=error.status_code)), error.status_code, error.headers)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    return JSONResponse(error_body(RequestError("internal error; the server's log has more", status=500)), 500)
 
 
 async def _on_disconnect(request: Request, error: ClientDisconnect) -> Response:

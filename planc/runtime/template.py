@@ -26,11 +26,11 @@ class ChatTemplate:
             raise PlancError(f"chat template: {e}. Correct the plan's tokenizer/chat_template.jinja.") from e
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+    def render(self, messages: list[dict[str, Any]], /, **variables: Any) -> str:
         """The prompt of a conversation. RequestError with the template's own message when it refuses the messages."""
         values = {"add_generation_prompt": True, "tools": None, "documents": None, **self._special_tokens, **variables}
         try:
-            return self._template.render(messages=messages, **values)
+            return self._template.render({**values, "messages": messages})
         except Exception as e:
             raise RequestError(f"the chat template refused the messages: {e}", param="messages") from e
 

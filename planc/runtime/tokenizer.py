@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as RawTokenizer
 
 from planc.errors import PlancError
+from planc.runtime.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from planc.runtime.errors import RequestError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Tokenizer:
         self.config = config or {}
         self.generation = generation or {}
         self.template_source = template
+        self._bytes: dict[int, bytes] = {}
         raw.no_truncation()
         raw.no_padding()
 
@@ -91,7 +93,13 @@ class Tokenizer:
         text: str = self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def render_chat(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+    def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
+        """What turns the tokens that follow `prompt` into text."""
+        if type(self.raw.decoder).__name__ == "ByteLevel":
+            return ByteDetokenizer(self._shown_bytes if skip_special_tokens else self.token_bytes)
+        return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt)
+
+    def render_chat(self, messages: list[dict[str, Any]], /, **variables: Any) -> str:
         """The prompt text of a conversation. It holds its BOS: encode it with add_special_tokens=False."""
         if self.chat_template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
@@ -99,6 +107,15 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for; a token may hold a part of a character only."""
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._find_bytes(token)
+        return found
+
+    def _shown_bytes(self, token: int) -> bytes:
+        return b"" if token in self._special else self.token_bytes(token)
+
+    def _find_bytes(self, token: int) -> bytes:
         text: str | None = self.raw.id_to_token(token)
         if text is None:
             return b""
@@ -132,6 +149,10 @@ class Tokenizer:
     @cached_property
     def _added(self) -> frozenset[int]:
         return frozenset(self.raw.get_added_tokens_decoder())
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(i for i, token in self.raw.get_added_tokens_decoder().items() if token.special)
 
     @cached_property
     def _byte_level(self) -> bool:

@@ -36,11 +36,16 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def small(**fields: Any) -> Any:
+    """The config of a tiny model of one layer."""
+    return config_of("llama", num_hidden_layers=1, **fields)
+
+
 # ---- what a trace holds
 
 
 def test_nothing_is_allocated_and_only_live_nodes_remain() -> None:
-    traced = trace(config_of("llama"))
+    traced = trace(small())
     assert all(p.is_meta for p in traced.module.parameters())
     names = {str(n.target) for n in traced.graph.nodes}
     assert not {"aten.cumsum.default", "aten._assert_tensor_metadata.default"} & names
@@ -62,7 +67,7 @@ def test_buffers_are_those_of_a_model_built_on_the_cpu(arch: str) -> None:
 def test_a_buffer_that_its_module_does_not_make_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama.LlamaPreTrainedModel, "_init_weights", lambda self, module: None)
     with pytest.raises(PlancError, match=r"buffer model.rotary_emb.inv_freq .* not make it again"):
-        trace(config_of("llama"))
+        trace(small())
 
 
 def test_tied_parameters_have_all_their_names() -> None:
@@ -75,12 +80,12 @@ def test_prepare_sees_the_model_before_the_trace() -> None:
         weight = model.get_submodule("lm_head").weight
         model.get_submodule("lm_head").weight = torch.nn.Parameter(torch.empty_like(weight))  # type: ignore[arg-type]
 
-    traced = trace(config_of("llama", tie_word_embeddings=True), prepare=untie)
+    traced = trace(small(tie_word_embeddings=True), prepare=untie)
     assert ("lm_head.weight",) in traced.parameters.values()
 
 
 def test_the_config_is_left_alone() -> None:
-    config = config_of("llama")
+    config = small()
     before = config.to_dict()
     trace(config)
     assert config.to_dict() == before
@@ -97,7 +102,7 @@ def test_hooks_are_there_only_while_tracing(monkeypatch: pytest.MonkeyPatch) -> 
             pass
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: 1 / 0)
     with pytest.raises(PlancError):
-        trace(config_of("llama"))
+        trace(small())
     assert before == (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping)
 
 
@@ -145,22 +150,22 @@ def _call_with(monkeypatch: pytest.MonkeyPatch, **keywords: Any) -> None:
 def test_an_unknown_keyword_of_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _call_with(monkeypatch, indices=torch.zeros(3))
     with pytest.raises(PlancError, match=r"LlamaAttention \(layer 0\): keyword indices=Tensor\(3,\)"):
-        trace(config_of("llama"))
+        trace(small())
 
 
 def test_benign_and_absent_keywords_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     _call_with(monkeypatch, indices=None, output_attentions=False)
-    assert trace(config_of("llama")).graph
+    assert trace(small()).graph
 
 
 def test_an_attention_without_mask_or_not_causal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **kw: None)
     with pytest.raises(PlancError, match="mask is not a mask that the model asked transformers for"):
-        _lift(config_of("llama"))
+        _lift(small())
     monkeypatch.undo()
     _call_with(monkeypatch, is_causal=False)
     with pytest.raises(PlancError, match="not causal"):
-        _lift(config_of("llama"))
+        _lift(small())
 
 
 # ---- refusals of the export
@@ -172,13 +177,13 @@ def test_a_branch_on_data_names_module_and_line(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
     with pytest.raises(PlancError, match=r"tracing stopped in model.layers.0.mlp \(.*test_trace.py:\d+\): GuardOn"):
-        trace(config_of("llama"))
+        trace(small())
 
 
 def test_a_trace_for_one_token_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x.view(1, 9, -1) * 2)
     with pytest.raises(PlancError, match="some token counts only"):
-        trace(config_of("llama"))
+        trace(small())
 
 
 def test_a_trace_for_few_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +192,7 @@ def test_a_trace_for_few_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
     with pytest.raises(PlancError, match="some token counts only"):
-        trace(config_of("llama"))
+        trace(small())
 
 
 def test_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +202,7 @@ def test_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
     with pytest.raises(PlancError, match=r"model.layers.0.mlp.down_proj.weight while it runs"):
-        trace(config_of("llama"))
+        trace(small())
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ class Library:
         self.target = parse(target)
         kernels = list({k.name: k for k in (c.kernel(self.target) for c in cases)}.values())
         parts = [kernels[i : i + _KERNELS_A_FILE] for i in range(0, len(kernels), _KERNELS_A_FILE)]
-        sources = {f"part{i}.cpp": _joined(part) for i, part in enumerate(parts)}
+        sources = {f"part{i}.cpp": joined(part) for i, part in enumerate(parts)}
         self.lib = ctypes.CDLL(str(build_library(sources, self.target, folder)))
 
     def run(
@@ -157,7 +157,8 @@ class Library:
             kernel(buffers, (ctypes.c_int32 * 4)(*sizes), rows, thread, threads)
 
 
-def _joined(kernels: Sequence[Kernel]) -> str:
+def joined(kernels: Sequence[Kernel]) -> str:
+    """One source of several kernels."""
     includes: dict[str, None] = {}
     bodies = []
     for i, kernel in enumerate(kernels):

@@ -20,7 +20,6 @@ ROWS = {  # name -> geometry and what differs from the plain causal mask
     "sliding over chunks": (Shape(2, 1, 16, 16), {"kind": "sliding", "window": 257}),
     "sliding of one": (Shape(2, 2, 16, 8), {"kind": "sliding", "window": 1}),
     "chunked": (Shape(4, 2, 20, 20), {"kind": "chunked", "window": 48}),
-    "softcap": (Shape(4, 2, 16, 16), {"softcap": 5.0, "scale": 2.0}),
     "sinks": (Shape(4, 2, 16, 33), {"sinks": True}),
     "all at once": (Shape(6, 2, 24, 24, block=64), {"kind": "sliding", "window": 40, "softcap": 3.0, "sinks": True}),
 }

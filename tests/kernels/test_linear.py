@@ -18,9 +18,10 @@ def linear(dtype: str, n: int, k: int, *, bias: bool = False, x: str = "row", in
 
 
 CASES = [
-    *(linear(d, n, k) for d in LAYOUTS for n, k in ((1, 1), (65, 3), (100, 259), (160, 518))),
+    *(linear(d, n, k) for d in LAYOUTS for n, k in ((65, 3), (130, 518))),
     *(linear(d, 96, 64, bias=True, x="strides:150") for d in LAYOUTS),
     linear("f32", 40, 20, inner=3),
+    linear("bf16", 1, 1),
 ]
 
 
@@ -61,7 +62,7 @@ def test_a_row_has_the_same_bits_in_every_step(library: Library, c: Case) -> Non
 
 
 def test_a_row_does_not_see_its_neighbours(library: Library) -> None:
-    c = CASES[2]
+    c = CASES[1]
     given = arrays(c, 24)
     (whole,) = library.run(c, given, 24)
     spoiled = given[0].copy()
@@ -71,6 +72,6 @@ def test_a_row_does_not_see_its_neighbours(library: Library) -> None:
 
 
 def test_more_threads_than_columns(library: Library) -> None:
-    c = CASES[0]
+    c = CASES[-1]
     given = arrays(c, 2)
     assert_same_bits(library.run(c, given, 2, threads=9)[0], library.run(c, given, 2)[0])

@@ -52,7 +52,8 @@ def _node(kind, a: Value, live: list[Value], name: str, rng) -> Node | None:
         return Node("slice", (a.name,), (Value(name, slice_(attrs, [a.type])[0]),), tuple(attrs.items()))
     if kind == "reshape" and len(a.type.shape) == 2 and width % 2 == 0:
         attrs = {"shape": (-1, 2, width // 2)}
-        return Node("reshape", (a.name,), (Value(name, OPS["reshape"].infer(attrs, [a.type])[0]),), tuple(attrs.items()))
+        out = Value(name, OPS["reshape"].infer(attrs, [a.type])[0])
+        return Node("reshape", (a.name,), (out,), tuple(attrs.items()))
     return None
 
 

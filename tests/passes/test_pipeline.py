@@ -85,7 +85,7 @@ def test_a_miss_is_an_error_that_names_it(model: Lifted) -> None:
 def test_an_rsqrt_that_is_no_norm_stops_the_build(tmp_path: Path) -> None:
     model = lifted(tiny("llama", tmp_path))
     broken = replace(model.graph, nodes=tuple(_cubed(n) for n in model.graph.nodes))
-    with pytest.raises(PlancError, match="norm: 0 matches, expected 5. First miss: rsqrt"):
+    with pytest.raises(PlancError, match=r"norm: 0 matches, expected 5\. First miss: rsqrt"):
         pipeline.run(broken, options())
     assert len(norm.roots(broken)) == 5
 
@@ -98,5 +98,5 @@ def test_a_pass_that_breaks_the_graph_is_caught(model: Lifted) -> None:
     def bad(graph: Graph, o: Options) -> tuple[Graph, int]:
         return replace(graph, nodes=graph.nodes[1:]), 0
 
-    with pytest.raises(PlancError, match="^bad: .* before it is made"):
+    with pytest.raises(PlancError, match=r"^bad: .* before it is made"):
         pipeline.run(model.graph, options(), pipeline=(pipeline.Pass(bad),))

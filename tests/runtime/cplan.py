@@ -64,9 +64,12 @@ def expected(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+_scratch = tempfile.TemporaryDirectory(prefix="planc-test-")  # goes when the process does
+
+
 @functools.cache
 def _library() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="planc-test-"))
+    folder = Path(_scratch.name)
     (folder / "model.c").write_text(SOURCE)
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     assert compiler, "these tests need a C compiler"

@@ -7,7 +7,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 
@@ -59,9 +59,14 @@ def serving(service: Service) -> Iterator[str]:
 
 def settle(service: Service, seconds: float = 5.0) -> None:
     """Wait until the engine is idle."""
+    wait_for(lambda: not service.engine.scheduler.has_work and service.engine.pool.num_used == 0, seconds)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Poll until a condition that another thread brings about holds."""
     deadline = time.monotonic() + seconds
-    while service.engine.scheduler.has_work or service.engine.pool.num_used:
-        assert time.monotonic() < deadline, "the engine did not become idle"
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
         time.sleep(0.005)
 
 

@@ -6,7 +6,7 @@ import random
 import httpx
 import pytest
 
-from planc.runtime.protocol import MAX_PROMPTS, MAX_SAMPLES
+from planc.runtime.protocol import MAX_CHOICES, MAX_SAMPLES
 from planc.runtime.server import MAX_BODY_BYTES
 from tests.runtime.live import VOCAB, events, make_service, serving
 
@@ -99,9 +99,10 @@ TEXT_ONLY = {
     "prompt booleans": ({"prompt": [True]}, "prompt"),
     "prompt object": ({"prompt": {}}, "prompt"),
     "prompt out of vocabulary": ({"prompt": [1, VOCAB]}, "prompt"),
+    "too many choices": ({"prompt": ["x"] * (MAX_CHOICES // 4 + 1), "n": 4}, "prompt"),
     "prompt negative id": ({"prompt": [-1]}, "prompt"),
     "prompt huge id": ({"prompt": [2**70]}, "prompt"),
-    "too many prompts": ({"prompt": ["x"] * (MAX_PROMPTS + 1)}, "prompt"),
+    "too many prompts": ({"prompt": ["x"] * (MAX_CHOICES + 1)}, "prompt"),
     "logprobs -1": ({"logprobs": -1}, "logprobs"),
     "logprobs too many": ({"logprobs": 21}, "logprobs"),
     "echo with logprobs": ({"echo": True, "logprobs": 1}, "echo"),
@@ -188,6 +189,7 @@ def test_tokenize_and_detokenize_refusals(client):
         {"logit_bias": {"5": 1000}, "seed": -1, "stop": []},
         {"temperature": 1e-300, "top_p": 1e-12},
         {"temperature": 1e30, "min_p": 1},
+        {"chat_template_kwargs": {"self": 1, "messages": [], "tools": 2, "enable_thinking": False}},
     ],
 )
 def test_accepted(client, extra):

@@ -67,8 +67,8 @@ def test_targets_this_cpu_lacks_are_refused_by_name(root, monkeypatch):
 
 
 def test_unfit_plans_are_named(root):
-    with pytest.raises(PlancError, match="has no weights"):
-        CpuExecutor(root, replace(PLAN, weight_files=()), 2)
+    with pytest.raises(PlancError, match="--weights none"):
+        CpuExecutor(root, replace(PLAN, weight_files=(), options=replace(PLAN.options, weights="none")), 2)
     with pytest.raises(PlancError, match=r"rank1\.safetensors is missing"):
         CpuExecutor(root, replace(PLAN, weight_files=("weights/rank1.safetensors",)), 2)
     program = replace(PLAN.program, weights=("other", "nowhere"))

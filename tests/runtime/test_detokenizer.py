@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models
 
-from planc.runtime.detokenizer import MAX_HELD_TOKENS, Detokenizer, StopStrings
+from planc.runtime.detokenizer import MAX_HELD_TOKENS, ByteDetokenizer, StopStrings, WindowDetokenizer
 from planc.runtime.tokenizer import Tokenizer
 from tests.runtime.fake import tiny_tokenizer
 
@@ -38,28 +38,34 @@ def byte_fallback_tokenizer(strip: bool) -> Tokenizer:
 FALLBACK = {strip: byte_fallback_tokenizer(strip) for strip in (True, False)}
 
 
-def pieces(tokenizer, ids, prompt=()):
-    detokenizer = Detokenizer(tokenizer.decode, prompt)
+def pieces(tokenizer, ids, prompt=(), windows=False):
+    detokenizer = WindowDetokenizer(tokenizer.decode, prompt) if windows else tokenizer.detokenizer(prompt)
     return [detokenizer.push(token) for token in ids], detokenizer.flush()
 
 
+def test_the_decoder_chooses_the_detokenizer():
+    assert isinstance(TOKENIZER.detokenizer([]), ByteDetokenizer)
+    assert isinstance(FALLBACK[True].detokenizer([]), WindowDetokenizer)
+
+
+@pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("text", TEXTS)
-def test_stream_is_whole_characters_and_the_one_shot_text(text):
+def test_stream_is_whole_characters_and_the_one_shot_text(text, windows):
     ids = TOKENIZER.encode(text, add_special_tokens=False)
-    shown, rest = pieces(TOKENIZER, ids)
+    shown, rest = pieces(TOKENIZER, ids, windows=windows)
     assert "".join(shown) + rest == TOKENIZER.decode(ids) == text
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in shown)
         assert rest == ""
 
 
-@given(st.lists(st.integers(0, 299), max_size=40), st.lists(st.integers(4, 299), max_size=8))
+@given(st.lists(st.integers(0, 299), max_size=40), st.lists(st.integers(4, 299), max_size=8), st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_any_tokens_give_the_one_shot_text(ids, prompt):
+def test_any_tokens_give_the_one_shot_text(ids, prompt, windows):
     """Random bytes, mostly broken UTF-8, special tokens among them."""
-    shown, rest = pieces(TOKENIZER, ids)
+    shown, rest = pieces(TOKENIZER, ids, windows=windows)
     assert "".join(shown) + rest == TOKENIZER.decode(ids)
-    shown, rest = pieces(TOKENIZER, ids, prompt)
+    shown, rest = pieces(TOKENIZER, ids, prompt, windows)
     before, after = TOKENIZER.decode(prompt), TOKENIZER.decode([*prompt, *ids])
     if "\ufffd" not in before:
         assert before + "".join(shown) + rest == after
@@ -87,16 +93,17 @@ def test_spaces_as_one_shot(strip):
     assert "".join(pieces(tokenizer, [world], [0, hello])[0]) == " world"
 
 
-def test_prompt_that_ends_inside_a_character_does_not_leak():
+@pytest.mark.parametrize("windows", [False, True])
+def test_prompt_that_ends_inside_a_character_does_not_leak(windows):
     ids = TOKENIZER.encode("龘", add_special_tokens=False)
     assert len(ids) == 3
-    shown, rest = pieces(TOKENIZER, [*ids[1:], *TOKENIZER.encode("ok", add_special_tokens=False)], ids[:1])
+    shown, rest = pieces(TOKENIZER, [*ids[1:], *TOKENIZER.encode("ok", add_special_tokens=False)], ids[:1], windows)
     assert "".join(shown) + rest == "\ufffd\ufffdok"
 
 
 def test_broken_bytes_are_held_but_not_for_ever():
     first = TOKENIZER.encode("😀", add_special_tokens=False)[0]
-    detokenizer = Detokenizer(TOKENIZER.decode)
+    detokenizer = WindowDetokenizer(TOKENIZER.decode)
     assert [detokenizer.push(first) for _ in range(MAX_HELD_TOKENS - 1)] == [""] * (MAX_HELD_TOKENS - 1)
     assert detokenizer.push(first) == "\ufffd" * MAX_HELD_TOKENS
     assert detokenizer.push(first) == ""
@@ -104,7 +111,7 @@ def test_broken_bytes_are_held_but_not_for_ever():
 
 
 def test_skipped_special_tokens_cost_nothing():
-    detokenizer = Detokenizer(TOKENIZER.decode)
+    detokenizer = WindowDetokenizer(TOKENIZER.decode)
     assert not any(detokenizer.push(1) for _ in range(1000))
     assert len(detokenizer._ids) <= MAX_HELD_TOKENS
     assert detokenizer.push(TOKENIZER.encode("x", add_special_tokens=False)[0]) == "x"

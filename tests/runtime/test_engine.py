@@ -146,6 +146,17 @@ def test_stop_string_cuts_the_text():
     assert len(text_of(stop=("quick",), min_tokens=12).token_ids) >= 12
 
 
+@pytest.mark.parametrize("stop", [(), ("客x", "own foxes")])
+def test_text_held_back_is_shown_when_the_length_ends_it(stop):
+    """Inside a character, and inside what could have become a stop string."""
+    prompt = TOKENIZER.encode("龘客 brown fox", add_special_tokens=False)
+    for count in range(1, 2 * len(prompt)):
+        e = engine(FakeExecutor(vocab_size=VOCAB, logits=echo_logits(VOCAB, len(prompt))))
+        (output,) = e.generate([prompt], greedy(count, stop=stop))
+        assert output.text == TOKENIZER.decode(output.token_ids)
+        assert len(output.token_ids) == count
+
+
 def test_logprobs_are_of_the_raw_distribution():
     e = engine()
     (output,) = e.generate([[1, 2, 3]], SamplingParams(max_tokens=3, temperature=0.5, logprobs=4, seed=0))
@@ -362,7 +373,7 @@ def test_watchdog_sees_a_step_that_hangs():
     e.close()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_load_with_aborts(seed):
     """Random arrivals, aborts, chunk sizes and pools: whoever finishes has its own tokens; all pages come back."""
     rng = random.Random(seed)
@@ -374,7 +385,7 @@ def test_random_load_with_aborts(seed):
         prefix_caching=rng.random() < 0.7,
     )
     alive, done = {}, 0
-    for i in range(150):
+    for i in range(100):
         prompt = [*range(rng.choice([0, 9, 17])), *(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12)))]
         count, outputs = rng.randrange(1, 30), []
         alive[e.submit(prompt, greedy(count), outputs.append)] = (prompt, count, outputs)
@@ -398,6 +409,6 @@ def test_random_load_with_aborts(seed):
         else:
             assert outputs[-1].finish_reason == "abort"
             assert tokens == expected[: len(tokens)]
-    assert done > 100
+    assert done > 60
     e.scheduler.check_integrity()
     assert e.pool.num_used == 0

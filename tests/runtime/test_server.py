@@ -12,7 +12,7 @@ from planc.runtime.sequence import SamplingParams
 from planc.runtime.stream import EventStream, Job
 from planc.runtime.web import make_server
 from tests.runtime.fake import FakeExecutor
-from tests.runtime.live import TOKENIZER, VOCAB, events, make_service, serving, settle, text_of
+from tests.runtime.live import TOKENIZER, VOCAB, events, make_service, serving, settle, text_of, wait_for
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "今天天气如何？"}], "max_tokens": 30, "seed": 5}
 TEXT = {"model": "fake", "prompt": "the quick brown fox", "max_tokens": 30, "seed": 5}
@@ -207,7 +207,7 @@ def test_metrics_have_vllm_names_and_right_numbers():
     service = make_service()
     with serving(service) as url, httpx.Client(base_url=url) as client:
         post(client, "/v1/completions", {"prompt": [5] * 40, "max_tokens": 7, "ignore_eos": True, "n": 2})
-        settle(service)
+        wait_for(lambda: 'finished_reason="length",model_name="fake"} 2.0' in client.get("/metrics").text)
         lines = client.get("/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     label = '{engine="0",model_name="fake"}'
@@ -331,7 +331,20 @@ def test_a_stream_that_cannot_be_sent_ends_its_sequences():
         form = CompletionFormat("fake", "", TOKENIZER)
         with pytest.raises(OSError, match="reset"):
             await EventStream(job, form.events(job, 1, StreamOptions()))({}, asyncio.Event().wait, send)
+        await asyncio.to_thread(settle, service, 1.0)  # while the loop lives: a dead one would end them too
 
     asyncio.run(go())
-    settle(service, 1.0)
     service.engine.close()
+
+
+def test_a_bug_is_a_500_in_openai_shape_and_the_server_lives(monkeypatch, caplog):
+    service = make_service()
+    with serving(service) as url, httpx.Client(base_url=url) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(service.tokenizer, "encode", lambda *args, **kwargs: 1 / 0)
+            response = client.post("/v1/completions", json=TEXT)
+        assert response.status_code == 500
+        assert response.json()["error"]["type"] == "server_error"
+        assert "division" not in response.text
+        assert client.post("/v1/completions", json=TEXT).status_code == 200
+    assert "ZeroDivisionError" in caplog.text

@@ -7,9 +7,8 @@ from planc.compiler.ir.graph import Graph, Node, Value, Weight
 from planc.compiler.ir.recipe import Recipe
 from planc.compiler.ir.types import Attr, Dim, TensorType
 
-_VALUE = re.compile(
-    r"%(?P<name>[^\s:,()]+): (?P<type>\w+\[[^\]]*\](?:@(?:strides:\d+(?:,\d+)*|\w+))?)(?: at (?P<addr>0x[0-9a-f]+))?(?=[,)]|\s|$)"
-)
+_TYPE = r"\w+\[[^\]]*\](?:@(?:strides:\d+(?:,\d+)*|\w+))?"
+_VALUE = re.compile(rf"%(?P<name>[^\s:,()]+): (?P<type>{_TYPE})(?: at (?P<addr>0x[0-9a-f]+))?(?=[,)]|\s|$)")
 _CALL = re.compile(r"(?P<op>\w+)\((?P<args>.*)\)$")
 
 

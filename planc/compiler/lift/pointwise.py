@@ -14,6 +14,7 @@ Operand = Form | int | float
 
 _SQRT = torch.ops.aten.sqrt.default
 _POWERS = {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
+_COMMUTES = ("add", "mul", "maximum", "minimum")
 _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
 
 
@@ -74,16 +75,19 @@ def combine(call: Call, op: str, a: Operand, b: Operand) -> Form:
     if isinstance(a, Form) and isinstance(b, Form):
         return _two(call, op, cast_to(call, a, call.dtype), cast_to(call, b, call.dtype))
     if isinstance(a, Form):
-        assert not isinstance(b, Form)
-        x = cast_to(call, a, call.dtype).expand(call.dims)
-        return x if b == _NEUTRAL.get(op) else apply(call, op, x, scalar=_finite(call, b))
-    if not isinstance(b, Form):
-        raise call.fail("both operands are numbers")
+        return _with_number(call, op, a, b)  # type: ignore[arg-type]
+    if isinstance(b, Form):
+        return _with_number(call, op, b, a) if op in _COMMUTES else _number_first(call, op, a, b)
+    raise call.fail("both operands are numbers")
+
+
+def _with_number(call: Call, op: str, a: Form, b: int | float) -> Form:
+    x = cast_to(call, a, call.dtype).expand(call.dims)
+    return x if b == _NEUTRAL.get(op) else apply(call, op, x, scalar=_finite(call, b))
+
+
+def _number_first(call: Call, op: str, a: int | float, b: Form) -> Form:
     x = cast_to(call, b, call.dtype).expand(call.dims)
-    if a == _NEUTRAL.get(op) and op in ("add", "mul"):
-        return x
-    if op in ("add", "mul"):
-        return apply(call, op, x, scalar=_finite(call, a))
     if op == "div" and a == 1:
         return _reciprocal(call, x, "other")
     return apply(call, op, x, scalar=_finite(call, a), reversed=True)

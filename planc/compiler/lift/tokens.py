@@ -3,6 +3,7 @@
 import torch
 
 from planc.compiler.ir.types import DTYPES as NUMPY
+from planc.compiler.ir.types import Attr
 from planc.compiler.lift.call import Call, short_name
 from planc.compiler.lift.form import Form, Mask
 from planc.compiler.lift.layout import arrange, placed
@@ -24,22 +25,17 @@ def attention(call: Call) -> Form:
         raise call.fail("a position bias that is added to the scores is not supported")
     kind, window = _mask(call)
     inputs = [_heads(call, name) for name in ("q", "k", "v")]
-    attrs: dict[str, bool] = {}
     if call.has("sinks"):
-        sinks = call.form("sinks")
-        inputs.append(arrange(call, sinks, [i for i, d in enumerate(sinks.dims) if d != 1] or [0]))
-        attrs["sinks"] = True
-    out = call.emit(
-        "attention",
-        *inputs,
-        scale=float(call.arg("scale")),
-        kind=kind,
-        window=window,
-        softcap=float(call.arg("softcap")),
-        layer=call.builder.next_layer(),
-        **attrs,
-    )
+        inputs.append(_sinks(call.form("sinks"), call))
+    attrs: dict[str, Attr] = dict(scale=float(call.arg("scale")), softcap=float(call.arg("softcap")))
+    attrs |= dict(kind=kind, window=window, layer=call.builder.next_layer())
+    out = call.emit("attention", *inputs, **attrs, **({"sinks": True} if call.has("sinks") else {}))
     return placed(out.name, out.type, call.dims, (1, 2, 3))
+
+
+def _sinks(sinks: Form, call: Call) -> str:
+    """One number for each query head, [heads]."""
+    return arrange(call, sinks, [i for i, d in enumerate(sinks.dims) if d != 1] or [0])
 
 
 def _mask(call: Call) -> tuple[str, int]:

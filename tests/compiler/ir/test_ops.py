@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from samples import Sample, samples
 
 from planc.compiler.ir.ops import OPS

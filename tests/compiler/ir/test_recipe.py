@@ -1,4 +1,4 @@
-"""Recipes: packing and quantizing are inverses within their bounds, and a wrong checkpoint tensor is refused by name."""
+"""Recipes: packing and quantizing are inverses within bounds; a wrong checkpoint tensor is refused by name."""
 
 import ml_dtypes
 import numpy as np
@@ -62,7 +62,10 @@ def test_a_recipe_evaluates_step_by_step() -> None:
     assert (made == np.concatenate([a, b]).astype(np.float32) + 1).all()
 
 
-@pytest.mark.parametrize(("array", "word"), [(np.zeros((2, 3), np.float32), "shape"), (np.zeros((3, 2), np.float64), "dtype")])
+WRONG = [(np.zeros((2, 3), np.float32), "shape"), (np.zeros((3, 2), np.float64), "dtype")]
+
+
+@pytest.mark.parametrize(("array", "word"), WRONG)
 def test_a_tensor_unlike_the_recipe_is_refused_by_name(array: np.ndarray, word: str) -> None:
     with pytest.raises(ValueError, match=f"w.0 has {word}"):
         evaluate(load("w.0", "f32", (3, 2)), lambda name: array, {})

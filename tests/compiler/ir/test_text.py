@@ -12,7 +12,8 @@ from planc.compiler.ir.verify import verify
 from planc.errors import PlancError
 
 X = Value("x", TensorType("f32", ("T", 8)))
-W = Weight(Value("l0.q.w", TensorType("bf16", (12, 8), "n64k2")), step("pack", load("a.b", "bf16", (12, 8)), layout="n64k2"))
+RECIPE = step("pack", load("a.b", "bf16", (12, 8)), layout="n64k2")
+W = Weight(Value("l0.q.w", TensorType("bf16", (12, 8), "n64k2")), RECIPE)
 LINEAR = Node("linear", ("x", "l0.q.w"), (Value("y", TensorType("f32", ("T", 12)), 128),), (), "layers.0.q")
 VIEW = Node("slice", ("y",), (Value("z", TensorType("f32", ("T", 4), "strides:12")),),
             (("axis", 1), ("start", 2), ("stop", 6)), "layers.0")  # fmt: skip
@@ -65,7 +66,7 @@ BROKEN = [
 @pytest.mark.parametrize(("graph", "message"), BROKEN, ids=[m for _, m in BROKEN])
 def test_the_verifier_names_what_is_broken(graph: Graph, message: str) -> None:
     verify(GRAPH, "before")
-    with pytest.raises(PlancError, match="^fuse: ") as e:
+    with pytest.raises(PlancError, match=r"^fuse: ") as e:
         verify(graph, "fuse")
     assert message in str(e.value)
 

@@ -1,6 +1,7 @@
-"""Small functions of hidden states lifted on their own: in goes a torch body, out come the graph's result and torch's."""
+"""Small functions of hidden states lifted alone: in goes a torch body, out come the graph's result and torch's."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 
 import numpy as np
 import torch
@@ -24,7 +25,14 @@ class _Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        shapes = {"table": (VOCAB, WIDTH), "w": (10, WIDTH), "wt": (WIDTH, 10), "v": (WIDTH,), "v10": (10,), "h": (4, 6)}
+        shapes = {
+            "table": (VOCAB, WIDTH),
+            "w": (10, WIDTH),
+            "wt": (WIDTH, 10),
+            "v": (WIDTH,),
+            "v10": (10,),
+            "h": (4, 6),
+        }
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape)))
         self.register_buffer("freq", torch.linspace(0.01, 1.0, 6), persistent=False)
@@ -42,6 +50,7 @@ class _Step(nn.Module):
         return out[:, logit_rows]
 
 
+@cache
 def lifted(body: Body) -> Lifted:
     """The graph of a body (model, hidden [1, T, 24], positions [1, T]) -> [1, T, N], verified."""
     step = _Step(body)

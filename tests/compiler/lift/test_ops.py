@@ -20,15 +20,21 @@ BODIES: dict[str, Body] = {
     "powers": lambda m, x, p: x**2 + x * x + x.abs() ** 0.5 + (x.abs() + 1) ** -0.5 + x**3 + 1.5**x + (x + 9) ** -1,
     "known number": lambda m, x, p: x * m.number + m.number,
     "broadcast parameters": lambda m, x, p: (x * m.v + m.v).view(1, -1, 4, 6).mul(m.h).add(m.h[:, :1]).flatten(2),
-    "activations": lambda m, x, p: F.gelu(x) + F.gelu(x, approximate="tanh") + F.silu(x) + F.relu(x).square() + torch.erf(x),
+    "activations": lambda m, x, p: (
+        F.gelu(x) + F.gelu(x, approximate="tanh") + F.silu(x) + F.relu(x).square() + torch.erf(x)
+    ),
     "more activations": lambda m, x, p: F.softplus(x) + torch.sigmoid(x) + torch.tanh(x) + torch.exp(-x.abs()).log(),
     "clamp": lambda m, x, p: x.clamp(-0.5, 0.7) + x.clamp(min=0.1) + torch.maximum(x, m.v),
     "nothing": lambda m, x, p: F.dropout(x.contiguous().clone().detach() * 1.0 + 0, training=False).to(torch.float32),
     "in place": lambda m, x, p: x.clone().mul_(2.0).add_(1.0),
     # positions and constants
     "rotation": lambda m, x, p: torch.cat([(p[:, :, None].float() * m.freq).cos()] * 4, -1) * x,
-    "outer product": lambda m, x, p: (m.freq[None, :, None] @ p[:, None, :].float()).transpose(1, 2).repeat(1, 1, 4) + x,
-    "made constants": lambda m, x, p: x + torch.full((1, 1, 24), 2.0, device=x.device) + torch.ones_like(x) + torch.arange(24, device=x.device),
+    "outer product": lambda m, x, p: (
+        (m.freq[None, :, None] @ p[:, None, :].float()).transpose(1, 2).repeat(1, 1, 4) + x
+    ),
+    "made constants": lambda m, x, p: (
+        x + torch.full((1, 1, 24), 2.0, device=x.device) + torch.ones_like(x) + torch.arange(24, device=x.device)
+    ),
     "table by position": lambda m, x, p: x + m.table[p] + F.embedding(p + 2, m.table),
     # products, norms, reductions
     "linear": lambda m, x, p: F.linear(x, m.w, m.v10),
@@ -42,7 +48,9 @@ BODIES: dict[str, Body] = {
     # moves
     "heads and back": lambda m, x, p: x.view(1, -1, 4, 6).transpose(1, 2).mul(2).transpose(1, 2).reshape(1, -1, 24),
     "features swapped": lambda m, x, p: x.view(1, -1, 4, 6).transpose(2, 3).reshape(1, -1, 24),
-    "features swapped late": lambda m, x, p: (x.view(1, -1, 4, 6).permute(0, 3, 1, 2) * 2).permute(0, 2, 3, 1).flatten(2) * x,
+    "features swapped late": lambda m, x, p: (
+        (x.view(1, -1, 4, 6).permute(0, 3, 1, 2) * 2).permute(0, 2, 3, 1).flatten(2) * x
+    ),
     "movedim": lambda m, x, p: x.view(1, -1, 4, 6).movedim(2, 3).flatten(2),
     "pieces": lambda m, x, p: torch.cat([*x.chunk(3, -1)[::-1], *x.split(12, -1), *x.split([4, 20], -1)], -1),
     "rotate half": lambda m, x, p: torch.cat((-x[..., 12:], x[..., :12]), -1) * x,
@@ -50,8 +58,12 @@ BODIES: dict[str, Body] = {
     "repeated in place": lambda m, x, p: x[..., :12].repeat_interleave(2, -1) + x,
     "unbound": lambda m, x, p: torch.stack(x.view(1, -1, 4, 6).unbind(2)[::-1], 2).flatten(2),
     "select": lambda m, x, p: x.view(1, -1, 4, 6)[:, :, -1] * x.view(1, -1, 4, 6).select(2, 1),
-    "repeated heads": lambda m, x, p: x.view(1, -1, 4, 6)[:, :, :, None].expand(1, -1, 4, 2, 6)[:, :, :2].reshape(1, -1, 24),
-    "views with gaps": lambda m, x, p: x.view(1, -1, 4, 6)[..., :3].reshape(1, -1, 12) + x.view(1, -1, 4, 6)[..., 3:].flatten(2),
+    "repeated heads": lambda m, x, p: (
+        x.view(1, -1, 4, 6)[:, :, :, None].expand(1, -1, 4, 2, 6)[:, :, :2].reshape(1, -1, 24)
+    ),
+    "views with gaps": lambda m, x, p: (
+        x.view(1, -1, 4, 6)[..., :3].reshape(1, -1, 12) + x.view(1, -1, 4, 6)[..., 3:].flatten(2)
+    ),
     "an empty rest": lambda m, x, p: torch.cat((x[..., :24] * 2, x[..., 24:]), -1),
     "squeezes": lambda m, x, p: x.squeeze(0).unsqueeze(1).squeeze(1)[None] + x.squeeze(),
     "flat tokens": lambda m, x, p: x.reshape(-1, 24).mul(m.v).view(1, -1, 24),
@@ -92,7 +104,10 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "takes the first token": (lambda m, x, p: x - x[:, :1], "T axis"),
     "joins tokens": (lambda m, x, p: torch.cat([x, x], 1), "T|tokens"),
     "averages tokens": (lambda m, x, p: x - x.mean(1, keepdim=True), "one axis of features"),
-    "numbers tokens": (lambda m, x, p: x * torch.arange(x.shape[1], device=x.device)[None, :, None], "numbers tokens by where they lie"),
+    "numbers tokens": (
+        lambda m, x, p: x * torch.arange(x.shape[1], device=x.device)[None, :, None],
+        "numbers tokens by where they lie",
+    ),
     "alpha": (lambda m, x, p: torch.add(x, x, alpha=2), "argument alpha would be lost"),
     "rounded division": (lambda m, x, p: torch.div(x, 2.0, rounding_mode="floor"), "closed set"),
     "double precision": (lambda m, x, p: x.double().mul(2).float(), "float64"),

@@ -87,20 +87,21 @@ PLANC_INLINE void narrow_u16(uint16_t* p, VecI a) {
 }
 
 namespace detail {
-PLANC_INLINE __m256 upper(Vec a) {
-    return _mm256_castsi256_ps(_mm512_maskz_extracti64x4_epi64(0xf, _mm512_castps_si512(a.v), 1));
+template <int HALF>
+PLANC_INLINE __m256 half(Vec a) {
+    return _mm256_castpd_ps(_mm512_maskz_extractf64x4_pd(0xf, _mm512_castps_pd(a.v), HALF));
 }
 }  // namespace detail
 
 // Adds lane i and i+8, then i+4, i+2, i+1: the same order in every backend.
 PLANC_INLINE float sum(Vec a) {
-    __m256 x8 = _mm256_add_ps(_mm512_castps512_ps256(a.v), detail::upper(a));
+    __m256 x8 = _mm256_add_ps(detail::half<0>(a), detail::half<1>(a));
     __m128 x4 = _mm_add_ps(_mm256_castps256_ps128(x8), _mm256_extractf128_ps(x8, 1));
     __m128 x2 = _mm_add_ps(x4, _mm_movehl_ps(x4, x4));
     return _mm_cvtss_f32(_mm_add_ss(x2, _mm_movehdup_ps(x2)));
 }
 PLANC_INLINE float max(Vec a) {
-    __m256 x8 = _mm256_max_ps(_mm512_castps512_ps256(a.v), detail::upper(a));
+    __m256 x8 = _mm256_max_ps(detail::half<0>(a), detail::half<1>(a));
     __m128 x4 = _mm_max_ps(_mm256_castps256_ps128(x8), _mm256_extractf128_ps(x8, 1));
     __m128 x2 = _mm_max_ps(x4, _mm_movehl_ps(x4, x4));
     return _mm_cvtss_f32(_mm_max_ss(x2, _mm_movehdup_ps(x2)));
