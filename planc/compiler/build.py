@@ -116,7 +116,7 @@ def _max_model_len(asked: int | None, config: "PretrainedConfig") -> int:
         raise UsageError(f"--max-model-len {asked} is more than the model's {limit} positions; use at most {limit}.")
     if asked is None and limit is None:
         raise UsageError("the model's config has no max_position_embeddings; give --max-model-len.")
-    return int(asked or limit)
+    return asked or int(limit or 0)
 
 
 def _compile(

@@ -55,7 +55,8 @@ def _match(n: Node, graph: Graph) -> tuple[str, str, set[str]] | None:
 def _regions(n: Node, graph: Graph) -> Iterator[tuple[str, list[Node]]]:
     """Every value that all of `n` is computed from, elementwise, with the nodes between; nearest first."""
     index = order(graph)
-    frontier, region = {n.out.name}, []
+    frontier = {n.out.name}
+    region: list[Node] = []
     while True:
         last = max(frontier, key=lambda name: index[name])
         node = graph.producers.get(last)

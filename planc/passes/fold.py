@@ -56,7 +56,8 @@ def _fold_positions(graph: Graph, options: Options) -> tuple[Graph, int]:
     values = _evaluate(graph, known, np.arange(options.max_model_len, dtype=np.int32))
     _check_rows(graph, known, frontier, values, options.max_model_len)
     replaced: dict[Node, Node | None] = {}
-    weights, constants = [], {}
+    weights: list[Weight] = []
+    constants: dict[str, np.ndarray] = {}
     for n in frontier:
         weight, entry = const_weight(_flat(values[n.out.name]), "table")
         weights.append(weight)

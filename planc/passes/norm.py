@@ -36,7 +36,7 @@ def _rms(root: Node, graph: Graph) -> tuple[Node, Node] | None:
     scaled = _user(root.out.name, square.inputs[0], graph)
     if scaled is None:
         return None
-    source, eps = square.inputs[0], float(add.attr("scalar"))
+    source, eps = square.inputs[0], add.attr("scalar")
     centred = _centre(source, graph)
     op, x = ("layer_norm", centred) if centred else ("rms_norm", source)
     end, weight = _weighted(scaled, graph)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planc.compiler.ir.graph import Graph, Node
+from planc.compiler.ir.graph import Graph, Node, Weight
 from planc.compiler.ir.interp import Env, execute
 from planc.compiler.ir.recipe import evaluate
 from planc.compiler.ir.types import TensorType
@@ -33,7 +33,8 @@ class Region:
 def rotary(graph: Graph, options: Options) -> tuple[Graph, int]:
     """Replaces each rotation by one op; counts them."""
     replaced: dict[Node, Node | None] = {}
-    weights, constants = [], {}
+    weights: list[Weight] = []
+    constants: dict[str, np.ndarray] = {}
     cache: dict[object, tuple[np.ndarray, np.ndarray, bool] | None] = {}
     tables = _tables(graph)
     for end in ends(graph):
@@ -98,7 +99,8 @@ def _stays_linear(n: Node, made: list[Node | None], by_position: dict[Node, None
 def _region(end: Node, graph: Graph) -> Region | None:
     """The region that ends in `end`, from the nearest single value [T, heads, D] that all of it is made from."""
     index = order(graph)
-    frontier, nodes = {end.out.name}, []
+    frontier = {end.out.name}
+    nodes: list[Node] = []
     while frontier:
         last = max(frontier, key=lambda name: index[name])
         source_type = graph.types[last]
