@@ -83,8 +83,8 @@ def run(
 def _check(row: Pass, before: Graph, after: Graph, matches: int, expected: int | None) -> None:
     if row.targets is None or expected is None or matches >= expected:
         return
-    still = {n.out.name for n in after.nodes if n.outputs}
-    missed = [n for n in row.targets(before) if n.out.name in still]
+    still = {(n.op, n.out.name) for n in after.nodes if n.outputs}
+    missed = [n for n in row.targets(before) if (n.op, n.out.name) in still]
     first = missed[0] if missed else row.targets(before)[0]
     reads = ", ".join(f"%{i} from {_origin(i, before)}" for i in first.inputs)
     raise PlancError(

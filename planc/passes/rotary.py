@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planc.compiler.ir.graph import Graph, Node, Weight
+from planc.compiler.ir.graph import Graph, Node, Value, Weight
 from planc.compiler.ir.interp import Env, execute
+from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.recipe import evaluate
 from planc.compiler.ir.types import TensorType
 from planc.passes.options import Options
@@ -23,7 +24,7 @@ _CHUNK = 1 << 21  # elements of one probe: bounds its memory
 
 @dataclass(frozen=True)
 class Region:
-    """Nodes from `source` [T, heads, D] to `end` [T, heads, D], in order, with the table lookups that they read."""
+    """Nodes from `source` to `end`, in order; both are [T, heads, D], or [T, D] when there is one head."""
 
     source: str
     end: Node
@@ -32,13 +33,14 @@ class Region:
 
 def rotary(graph: Graph, options: Options) -> tuple[Graph, int]:
     """Replaces each rotation by one op; counts them."""
-    replaced: dict[Node, Node | None] = {}
+    replaced: dict[Node, list[Node]] = {}
     weights: list[Weight] = []
     constants: dict[str, np.ndarray] = {}
     cache: dict[object, tuple[np.ndarray, np.ndarray, bool] | None] = {}
     tables = _tables(graph)
+    turning = {n.out.name for n in _rotating(graph)[0]}
     for end in ends(graph):
-        region = _region(end, graph)
+        region = _region(end, graph, turning)
         if region is None:
             continue
         key = _spelling(region, graph)
@@ -51,9 +53,29 @@ def rotary(graph: Graph, options: Options) -> tuple[Graph, int]:
         sin, sin_entry = const_weight(found[1], "sin")
         weights += [cos, sin]
         constants |= cos_entry | sin_entry
-        inputs = (region.source, cos.name, sin.name, "positions")
-        replaced[end] = Node("rotary", inputs, end.outputs, (("interleaved", found[2]),), end.loc)
-    return graph.rewrite(replaced, add_weights=weights, add_constants=constants), len(replaced)
+        replaced[end] = _rotated(region, cos.name, sin.name, found[2], graph)
+    return graph.rewrite(dict(replaced), add_weights=weights, add_constants=constants), len(replaced)
+
+
+def _rotated(region: Region, cos: str, sin: str, interleaved: bool, graph: Graph) -> list[Node]:
+    """The op over [T, heads, D], with a reshape on either side that has no axis of heads."""
+    end, source = region.end, graph.types[region.source]
+    heads, dim = _heads(source)
+    before, after, x, y = [], [], region.source, end.out
+    if len(source.shape) == 2:
+        attrs = {"shape": (-1, heads, dim)}
+        wide = Value(f"{end.out.name}.heads", OPS["reshape"].infer(attrs, [source])[0])
+        before, x = [Node("reshape", (x,), (wide,), tuple(attrs.items()), end.loc)], wide.name
+    if len(end.out.type.shape) == 2:
+        y = Value(f"{end.out.name}.rotary", TensorType("f32", (end.out.type.shape[0], heads, dim)))
+        after = [Node("reshape", (y.name,), end.outputs, (("shape", (-1, dim)),), end.loc)]
+    turned = Node("rotary", (x, cos, sin, "positions"), (y,), (("interleaved", interleaved),), end.loc)
+    return [*before, turned, *after]
+
+
+def _heads(t: TensorType) -> tuple[int, int]:
+    """(heads, D) of [T, heads, D] or [T, D]."""
+    return (1, int(t.shape[1])) if len(t.shape) == 2 else (int(t.shape[1]), int(t.shape[2]))
 
 
 def ends(graph: Graph) -> list[Node]:
@@ -96,15 +118,15 @@ def _stays_linear(n: Node, made: list[Node | None], by_position: dict[Node, None
     return True
 
 
-def _region(end: Node, graph: Graph) -> Region | None:
-    """The region that ends in `end`, from the nearest single value [T, heads, D] that all of it is made from."""
+def _region(end: Node, graph: Graph, turning: set[str]) -> Region | None:
+    """The region that ends in `end`, from the nearest single value that all of it is made from and no table touched."""
     index = order(graph)
     frontier = {end.out.name}
     nodes: list[Node] = []
     while frontier:
         last = max(frontier, key=lambda name: index[name])
         source_type = graph.types[last]
-        if len(frontier) == 1 and nodes and _same_heads(source_type, end.out.type):
+        if len(frontier) == 1 and last not in turning and _same_heads(source_type, end.out.type):
             return Region(last, end, tuple(nodes[::-1]))
         node = graph.producers.get(last)
         if node is None or node.op not in _LINEAR:
@@ -116,7 +138,7 @@ def _region(end: Node, graph: Graph) -> Region | None:
 
 
 def _same_heads(a: TensorType, b: TensorType) -> bool:
-    return len(a.shape) == 3 and a.shape == b.shape
+    return len(a.shape) in (2, 3) and len(b.shape) in (2, 3) and _heads(a) == _heads(b)
 
 
 def _only_position(name: str, graph: Graph) -> bool:
@@ -151,7 +173,7 @@ def _no_read(name: str) -> np.ndarray:
 
 def _apply(region: Region, graph: Graph, tables: Env, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """The region's output [n, heads, D] for x[n, heads, D] at positions[n]."""
-    env: Env = {region.source: x, "positions": positions}
+    env: Env = {region.source: x.reshape(len(x), *graph.types[region.source].shape[1:]), "positions": positions}
 
     def ensure(name: str) -> None:
         if name in env:
@@ -169,12 +191,12 @@ def _apply(region: Region, graph: Graph, tables: Env, x: np.ndarray, positions: 
         execute(n, env, graph)
 
     ensure(region.end.out.name)
-    return env[region.end.out.name]
+    return env[region.end.out.name].reshape(x.shape)
 
 
 def _probe(region: Region, graph: Graph, tables: Env, length: int) -> tuple[np.ndarray, np.ndarray, bool] | None:
     """cos and sin float32 [length, R/2] and whether pairs are interleaved, or None when the region is no rotation."""
-    heads, dim = (int(d) for d in graph.types[region.source].shape[1:])
+    heads, dim = _heads(graph.types[region.source])
     rng = np.random.default_rng(0)
     some = np.unique(np.concatenate([[0, 1, length - 1], rng.integers(0, length, 13)])).astype(np.int32)
     some = some[some < length]

@@ -100,3 +100,12 @@ def test_a_pass_that_breaks_the_graph_is_caught(model: Lifted) -> None:
 
     with pytest.raises(PlancError, match=r"^bad: .* before it is made"):
         pipeline.run(model.graph, options(), pipeline=(pipeline.Pass(bad),))
+
+
+def test_one_head_rotates_too(tmp_path: Path) -> None:
+    """With one KV head the lift drops the axis of heads, and the rotation is over [T, D]."""
+    model = lifted(tiny("gemma3_text", tmp_path, num_key_value_heads=1))
+    graph, log = pipeline.run(model.graph, options())
+    ids = np.random.default_rng(0).integers(3, 300, 41)
+    assert relative_error(logits(model, graph, ids, ROWS), hugging_face(model.path, ids)[ROWS]) < 5e-6
+    assert [p.matches for p in log if p.name == "rotary"] == [4]
