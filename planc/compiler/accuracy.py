@@ -50,7 +50,7 @@ def generate(scorer: Scorer, encode: Encode, max_model_len: int) -> Material:
     room = max(1, max_model_len - GOLDEN_TOKENS)
     ids = tuple(tuple(encode(p)[:room]) for p in PROMPTS)
     count = min(GOLDEN_TOKENS, max_model_len - 1)
-    tokens = tuple(tuple(scorer.greedy(list(p), count)) for p in ids)
+    tokens = tuple(map(tuple, scorer.greedy(ids, count)))
     text = encode(EVAL_TEXT.read_text(encoding="utf-8"))[:EVAL_TOKENS]
     width = min(WINDOW, max_model_len)
     windows = tuple(tuple(text[i : i + width]) for i in range(0, len(text), width))

@@ -16,6 +16,7 @@ from planc.compiler.ir.graph import Graph
 from planc.compiler.ir.text import to_text
 from planc.compiler.progress import Progress
 from planc.compiler.reference import reference_logits
+from planc.compiler.residency import bounded
 from planc.compiler.source import ModelSource, open_source
 from planc.compiler.tokenizer import save_tokenizer
 from planc.errors import PlancError, UsageError
@@ -272,7 +273,8 @@ def _measure(
         pages = -(-options.max_model_len // options.block_size)
         executor = CpuExecutor(home, runnable, num_blocks=min(pages, -(-4096 // options.block_size)))
         try:
-            goldens, measured = _score(root, executor, plan, source, request, progress)
+            with bounded(executor, plan.memory.weights):
+                goldens, measured = _score(root, executor, plan, source, request, progress)
         finally:
             executor.close()
     return replace(plan, goldens=goldens, accuracy=measured, goldens_target=str(on))

@@ -77,6 +77,11 @@ class CpuExecutor:
             raise PlancError(f"the model step returned {code} ({len(batch.ids)} tokens of {len(table)} sequences)")
         return self._logits[: len(batch.logit_rows)]
 
+    def release_weights(self) -> None:
+        """Give the resident pages of the weights back to the system, at any time and from any thread."""
+        for weights in self._weights:
+            weights.release()
+
     def close(self) -> None:
         """End the thread pool."""
         if self._handle is not None:

@@ -1,6 +1,6 @@
 """Goldens: in goes a plan, out comes whether it still generates the tokens that it was published with."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,42 +11,65 @@ from planc.runtime.batch import Batch, Executor
 TIE = 1e-3  # a reference margin below which another instruction set may round to the other token
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Tokens `ids` at positions `start`.. of a sequence whose pages are numbered from `page`."""
+
+    ids: Sequence[int]
+    start: int
+    page: int
+
+
 class Scorer:
-    """Runs a plan on one sequence at a time, alone in the cache, pages in order."""
+    """Runs a plan on sequences that it is given, without a scheduler: each has its pages in a row."""
 
     def __init__(self, executor: Executor, max_rows: int, max_tokens: int) -> None:
+        """`max_rows` and `max_tokens` are the plan's max_num_seqs and max_num_batched_tokens, or less."""
         self._executor = executor
         self._max_rows = max_rows
         self._max_tokens = max_tokens
 
-    def logits(self, ids: list[int], start: int) -> np.ndarray:
+    def logits(self, ids: Sequence[int], start: int) -> np.ndarray:
         """Logits [n, vocab] after each of `ids`, which follow the `start` tokens that the cache already holds."""
-        return np.concatenate([self._step(ids[a:b], start + a) for a, b in self._pieces(len(ids))])
-
-    def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """Greedy tokens after a prompt, `count` of them; stop tokens do not stop it."""
-        tokens = list(prompt)
-        last = self.logits(tokens, 0)[-1]
-        for _ in range(count):
-            tokens.append(int(last.argmax()))
-            last = self.logits(tokens[-1:], len(tokens) - 1)[-1]
-        return tokens[len(prompt) :]
-
-    def _pieces(self, n: int) -> Iterator[tuple[int, int]]:
         size = min(self._max_rows, self._max_tokens)
-        return ((a, min(a + size, n)) for a in range(0, n, size))
+        pieces = (_Piece(ids[at : at + size], start + at, 0) for at in range(0, len(ids), size))
+        return np.concatenate([self._step([piece], every_row=True) for piece in pieces])
 
-    def _step(self, ids: list[int], start: int) -> np.ndarray:
-        n, block = len(ids), self._executor.block_size
-        positions = np.arange(start, start + n, dtype=np.int32)
-        pages = np.arange(-(-(start + n) // block), dtype=np.int32)
+    def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """`count` greedy tokens after each prompt, stop tokens or not; as many run together as the cache holds."""
+        longest = max((len(p) for p in prompts), default=0) + count
+        pages = -(-longest // self._executor.block_size)
+        size = max(1, min(self._max_rows, self._max_tokens, self._executor.num_blocks // pages))
+        groups = (prompts[at : at + size] for at in range(0, len(prompts), size))
+        return [tokens for group in groups for tokens in self._greedy(group, count, pages)]
+
+    def _greedy(self, prompts: Sequence[Sequence[int]], count: int, pages: int) -> list[list[int]]:
+        made = [[self._prefill(prompt, i * pages)] for i, prompt in enumerate(prompts)]
+        for n in range(1, count):
+            last = [_Piece(made[i][-1:], len(p) + n - 1, i * pages) for i, p in enumerate(prompts)]
+            for tokens, row in zip(made, self._step(last), strict=True):
+                tokens.append(int(row.argmax()))
+        return made
+
+    def _prefill(self, prompt: Sequence[int], page: int) -> int:
+        for at in range(0, len(prompt), self._max_tokens):
+            row = self._step([_Piece(prompt[at : at + self._max_tokens], at, page)])[-1]
+        return int(row.argmax())
+
+    def _step(self, pieces: Sequence[_Piece], every_row: bool = False) -> np.ndarray:
+        """Logits of every token, or of each piece's last."""
+        block = self._executor.block_size
+        ends = np.cumsum([len(p.ids) for p in pieces], dtype=np.int32)
+        positions = np.concatenate([np.arange(p.start, p.start + len(p.ids), dtype=np.int32) for p in pieces])
+        first = np.repeat([p.page for p in pieces], [len(p.ids) for p in pieces]).astype(np.int32)
+        width = int(positions.max()) // block + 1
         batch = Batch(
-            ids=np.asarray(ids, np.int32),
+            ids=np.concatenate([np.asarray(p.ids, np.int32) for p in pieces]),
             positions=positions,
-            slots=positions.copy(),  # page i is block i, so a token's slot is its position
-            page_table=pages[None].copy(),
-            query_start=np.array([0, n], np.int32),
-            logit_rows=np.arange(n, dtype=np.int32),
+            slots=first * np.int32(block) + positions,
+            page_table=np.array([range(p.page, p.page + width) for p in pieces], np.int32),
+            query_start=np.concatenate([[0], ends]).astype(np.int32),
+            logit_rows=np.arange(ends[-1], dtype=np.int32) if every_row else ends - np.int32(1),
         )
         return self._executor.step(batch).copy()
 
@@ -72,7 +95,8 @@ def verify(plan: Plan, executor: Executor) -> Iterator[Verdict]:
     """Runs each golden of the plan alone, greedily."""
     scorer = Scorer(executor, plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens)
     for golden in plan.goldens:
-        yield _verdict(golden, tuple(scorer.greedy(list(golden.prompt_ids), len(golden.tokens))))
+        (tokens,) = scorer.greedy([golden.prompt_ids], len(golden.tokens))
+        yield _verdict(golden, tuple(tokens))
 
 
 def _verdict(golden: Golden, tokens: tuple[int, ...]) -> Verdict:

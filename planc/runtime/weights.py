@@ -38,6 +38,10 @@ class MappedWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
+    def release(self) -> None:
+        """Gives the resident pages back; they are mapped again when used, so a step that runs meanwhile only slows."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
     def address(self, name: str) -> int:
         """The memory address of a tensor's first byte, a multiple of 64."""
         return self._base + self._entries[name].offset

@@ -54,7 +54,7 @@ def scorer(tmp_path_factory) -> Callable[[str, str], tuple[Scorer, Tokenizer]]:
 def test_greedy_tokens_equal_transformers_in_float32(scorer, model: str) -> None:
     plan, tokenizer = scorer(model, "f32")
     prompts = [tokenizer.encode(p) for p in PROMPTS]
-    tokens = [plan.greedy(p, 64) for p in prompts]
+    tokens = plan.greedy(prompts, 64)
     wrong = []
     with open_source(model) as source:
         sequences = [p + t for p, t in zip(prompts, tokens, strict=True)]
