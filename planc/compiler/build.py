@@ -298,7 +298,9 @@ def _score(
     chunk = max(1, min(64, _ROWS_BYTES // (4 * plan.limits.vocab_size)))
     bar = progress.rows("reference", sum(len(s) for s in material.sequences))
     rows = reference_logits(source, material.sequences, rows_per_chunk=chunk)
-    return accuracy.judge(material, scorer, rows, "transformers f32", bar)
+    goldens, measured = accuracy.judge(material, scorer, rows, "transformers f32", bar)
+    accuracy.check(measured, plan.options.dtype)
+    return goldens, measured
 
 
 def _check_ids(material: accuracy.Material, vocab_size: int) -> None:

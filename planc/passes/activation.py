@@ -22,7 +22,8 @@ _AS_OP: dict[str, tuple[str, tuple[tuple[str, Attr], ...]]] = {
     "gelu_tanh": ("gelu", (("tanh", True),)),
     "sigmoid": ("sigmoid", ()),
 }
-_GRID = np.linspace(-9, 9, 721, dtype=np.float32)
+_FAR = np.array([10, 12, 20, 50, 88, 100, 1e3, 1e4, np.inf], np.float32)  # where a clamp would show
+_GRID = np.concatenate([np.linspace(-9, 9, 721, dtype=np.float32), _FAR, -_FAR[:-1]])
 _POINTWISE = {*UNARY, *BINARY}
 
 
@@ -78,7 +79,7 @@ def _name_of(region: list[Node], source: str, graph: Graph) -> str | None:
             execute(r, env, graph)
     result = env[region[-1].out.name]
     for name in _AS_OP:
-        if np.allclose(result, ACTS[name](_GRID), rtol=1e-5, atol=1e-6):
+        if np.allclose(result, ACTS[name](_GRID), rtol=1e-5, atol=1e-6, equal_nan=True):
             return name
     return None
 

@@ -52,7 +52,8 @@ def _fold_positions(graph: Graph, options: Options) -> tuple[Graph, int]:
     frontier = [
         n for n in known if graph.outputs.count(n.out.name) or any(u not in known for u in graph.users[n.out.name])
     ]
-    frontier = [n for n in frontier if not _is_table_lookup(n, graph)]
+    # an integer made from positions (a row to look up) stays as it is; a table would hold it as float32
+    frontier = [n for n in frontier if n.out.type.dtype == "f32" and not _is_table_lookup(n, graph)]
     values = _evaluate(graph, known, np.arange(options.max_model_len, dtype=np.int32))
     _check_rows(graph, known, frontier, values, options.max_model_len)
     replaced: dict[Node, Node | None] = {}

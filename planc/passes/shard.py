@@ -11,5 +11,5 @@ from planc.passes.options import Options
 def shard(graph: Graph, options: Options) -> tuple[Graph, int]:
     """The graph of one rank; UsageError for more ranks than this version splits over."""
     if options.tp != 1:
-        raise UsageError(f"--tp {options.tp}: plans of more than one rank are not built yet; use --tp 1.")
+        raise UsageError(f"{options.tp} ranks were asked for; plans of more than one are not built yet.")
     return graph, 0

@@ -134,7 +134,8 @@ class PassLog:
 
 @dataclass(frozen=True)
 class Plan:
-    """All of plan.json. `files` maps each other file of the directory to its sha256."""
+    """All of plan.json. `files` maps each other file of the directory to its sha256; `digest` is that of the manifest
+    itself, taken with `digest` empty."""
 
     model: ModelInfo
     target: str
@@ -151,6 +152,7 @@ class Plan:
     passes: tuple[PassLog, ...]
     made_with: dict[str, str]
     files: dict[str, str] = field(default_factory=dict)
+    digest: str = ""
     schema_version: int = SCHEMA_VERSION
 
     @property

@@ -37,7 +37,7 @@ def load(path: str | Path) -> Plan:
         raise PlancError(f"{path} is no plan: it has no {MANIFEST}. Build one with `planc build`.") from None
     except NotADirectoryError:
         raise PlancError(f"{path} is a file; a plan is a directory with a {MANIFEST}.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except (ValueError, RecursionError) as e:
         raise PlancError(f"{manifest} is not valid JSON ({e}). Rebuild the plan.") from None
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
@@ -45,9 +45,16 @@ def load(path: str | Path) -> Plan:
             f"{manifest} has schema version {version}, this planc reads {SCHEMA_VERSION}. Rebuild the plan."
         )
     try:
-        return decode(Plan, data)
+        plan = decode(Plan, data)
     except ValueError as e:
         raise PlancError(f"{manifest}: {e}. Rebuild the plan.") from None
+    if plan.digest != _digest(plan):
+        raise PlancError(f"{manifest} has changed since the build. Rebuild the plan.")
+    return plan
+
+
+def _digest(plan: Plan) -> str:
+    return hashlib.sha256(to_json(replace(plan, digest="")).encode()).hexdigest()
 
 
 def listing(root: Path) -> dict[str, str]:
@@ -59,6 +66,7 @@ def listing(root: Path) -> dict[str, str]:
 def seal(root: Path, plan: Plan) -> Plan:
     """Hashes the files that lie in `root`, writes plan.json, returns the plan with its file table."""
     sealed = replace(plan, files=listing(root))
+    sealed = replace(sealed, digest=_digest(sealed))
     (root / MANIFEST).write_text(to_json(sealed))
     return sealed
 
@@ -69,6 +77,7 @@ def publish(out: Path, *, force: bool) -> Iterator[Path]:
 
     Raises UsageError when `out` exists and `force` is off or it is not a plan, PlancError when the disk is full.
     """
+    out = out.resolve()
     check_free(out, force=force)
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".building", dir=out.parent))
@@ -96,7 +105,13 @@ def check_free(out: Path, *, force: bool) -> None:
 
 def _swap(scratch: Path, out: Path) -> None:
     old = out.with_name(f".{out.name}.{os.getpid()}.old")
-    if out.exists():
+    replaces = out.exists()
+    if replaces:
         os.rename(out, old)
-    os.rename(scratch, out)
+    try:
+        os.rename(scratch, out)
+    except OSError:
+        if replaces:
+            os.rename(old, out)
+        raise
     shutil.rmtree(old, ignore_errors=True)

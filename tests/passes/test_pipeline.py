@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from planc.codegen.target import parse
-from planc.compiler.ir.graph import Graph, Node
+from planc.compiler.ir.graph import Graph, Node, Value, Weight
+from planc.compiler.ir.recipe import load
+from planc.compiler.ir.types import TensorType
 from planc.errors import PlancError
-from planc.passes import fuse_act, norm, pipeline
+from planc.passes import activation, fold, fuse_act, norm, pipeline
 from planc.passes.options import Options
 from tests.lifted import Lifted, hugging_face, lifted, logits, relative_error
 from tests.models import ARCHS, tiny
@@ -109,3 +111,30 @@ def test_one_head_rotates_too(tmp_path: Path) -> None:
     ids = np.random.default_rng(0).integers(3, 300, 41)
     assert relative_error(logits(model, graph, ids, ROWS), hugging_face(model.path, ids)[ROWS]) < 5e-6
     assert [p.matches for p in log if p.name == "rotary"] == [4]
+
+
+@pytest.mark.parametrize("spelling", ["min(x, 10)", "min(silu)", "silu"])
+def test_an_activation_with_a_clamp_stays_one(spelling: str) -> None:
+    """silu(min(x, 10)) is silu on any small grid; it must not become silu."""
+    x = Value("x", TensorType("f32", ("T", 8)))
+    a, b, c = (Value(name, x.type) for name in "abc")
+    clamp = (("scalar", 10.0),)
+    nodes = {
+        "min(x, 10)": (Node("minimum", ("x",), (a,), clamp), Node("silu", ("a",), (c,))),
+        "min(silu)": (Node("silu", ("x",), (a,)), Node("minimum", ("a",), (c,), clamp)),
+        "silu": (Node("sigmoid", ("x",), (b,)), Node("mul", ("x", "b"), (c,))),
+    }[spelling]
+    graph, count = activation.activation(Graph("g", (x,), (), nodes, ("c",)), options())
+    assert count == (spelling == "silu")
+    assert [n.op for n in graph.nodes] == (["silu"] if spelling == "silu" else [n.op for n in nodes])
+
+
+def test_learned_positions_with_an_offset_stay_integers(tmp_path: Path) -> None:
+    """positions + 2 looks rows up; a table of them in float32 would be no index."""
+    ids = Value("ids", TensorType("i32", ("T",)))
+    positions = Value("positions", TensorType("i32", ("T",)))
+    table = Weight(Value("w", TensorType("f32", (300, 8))), load("w", "f32", (300, 8)))
+    moved = Node("add", ("positions",), (Value("p", positions.type),), (("scalar", 2),))
+    rows = Node("embedding", ("w", "p"), (Value("y", TensorType("f32", ("T", 8))),))
+    graph = Graph("g", (ids, positions), (table,), (moved, rows), ("y",))
+    assert pipeline.run(graph, options(), pipeline=(pipeline.Pass(fold.fold),))[0].nodes == graph.nodes

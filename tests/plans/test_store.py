@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,40 @@ def test_a_manifest_that_does_not_fit_is_refused_by_field(tmp_path: Path, edit, 
     with pytest.raises(PlancError, match=message):
         load(out)
     assert not check(out)[0].ok
+
+
+@pytest.mark.parametrize("field", ["arena_bytes", "logits_offset"])
+def test_a_changed_number_of_the_manifest_is_refused(tmp_path: Path, field: str) -> None:
+    out = written(tmp_path / "plan")
+    data = json.loads((out / "plan.json").read_text())
+    data["program"][field] += 64
+    (out / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(PlancError, match="has changed since the build"):
+        load(out)
+
+
+def test_a_failed_swap_leaves_the_old_plan(tmp_path: Path, monkeypatch) -> None:
+    out = written(tmp_path / "plan")
+    rename = os.rename
+
+    def failing(a: Path, b: Path) -> None:
+        if str(a).endswith(".building"):
+            raise OSError(errno.EACCES, "Permission denied")
+        rename(a, b)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(PlancError, match="Permission denied"), publish(out, force=True) as root:
+        seal(root, make(target="cpu:x86-64-v3"))
+    assert load(out).target == "cpu:portable"
+    assert [p.name for p in tmp_path.iterdir()] == ["plan"]
+
+
+def test_a_plan_may_take_the_place_of_an_empty_folder(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with publish(Path("."), force=True) as root:
+        seal(root, make())
+    assert load(tmp_path / "here").target == "cpu:portable"
 
 
 def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:

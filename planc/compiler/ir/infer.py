@@ -1,6 +1,6 @@
 """Type rules of the op table: in go attributes and input types, out come output types or a ValueError."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from planc.compiler.ir.quant import SCHEMES
@@ -31,9 +31,6 @@ def _int(attr: Attr) -> int:
 def same(attrs: Attrs, types: Types) -> Out:
     """One output like the first input, dense."""
     return (TensorType(types[0].dtype, types[0].shape),)
-
-
-dense = same
 
 
 def _broadcast(a: tuple[Dim, ...], b: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -83,8 +80,9 @@ def _view(x: TensorType, shape: tuple[Dim, ...], row_stride: int) -> TensorType:
     _want(x.strides()[1:] == dense[1:], f"reshape of {x}: its rows have gaps, copy it first")
     out = TensorType(x.dtype, shape)
     strides = (row_stride, *out.strides()[1:])
-    if strides == out.strides() or len(shape) == 1:
+    if strides == out.strides():
         return out
+    _want(len(shape) > 1, f"reshape of {x} to {out}: the tokens lie apart, copy it first")
     return TensorType(x.dtype, shape, "strides:" + ",".join(str(s) for s in strides[:-1]))
 
 
@@ -229,6 +227,3 @@ def paged(attrs: Attrs, types: Types) -> Out:
     _mask(attrs)
     _want(len(types) == 5 + bool(attrs.get("sinks", False)), f"paged_attention: {len(types)} inputs")
     return (TensorType("f32", (*q.shape[:2], _int(attrs["v_dim"]))),)
-
-
-Rule = Callable[[Attrs, Types], Out]

@@ -54,7 +54,7 @@ def _structural() -> list[Op]:
         Op("transpose", infer.transpose, refs.transpose, {"perm": True}),
         Op("slice", infer.slice_, refs.slice_, {"axis": True, "start": True, "stop": True}, view=True),
         Op("concat", infer.concat, refs.concat, {"axis": True}),
-        Op("copy", infer.dense, refs.copy, {}),
+        Op("copy", infer.same, refs.copy, {}),
         Op("take_rows", infer.take_rows, refs.take_rows, {}),
     ]
 

@@ -32,7 +32,7 @@ def reshaped(call: Call, name: str, shape: Sequence[Dim]) -> str:
     made = call.type_of(name)
     if made.shape == tuple(shape):
         return name
-    if has_gaps(made):
+    if has_gaps(made) or (len(shape) == 1 and made.layout != "row"):  # a vector has no strides to keep tokens apart
         name = call.emit("copy", name).name
     sizes = [-1 if isinstance(d, str) else d for d in shape]
     return call.emit("reshape", name, shape=tuple(sizes)).name

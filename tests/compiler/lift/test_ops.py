@@ -57,6 +57,7 @@ BODIES: dict[str, Body] = {
     "interleaved": lambda m, x, p: torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2),
     "repeated in place": lambda m, x, p: x[..., :12].repeat_interleave(2, -1) + x,
     "unbound": lambda m, x, p: torch.stack(x.view(1, -1, 4, 6).unbind(2)[::-1], 2).flatten(2),
+    "one feature": lambda m, x, p: x * x[..., 5].square()[..., None] + x[..., 3:4].squeeze(-1).unsqueeze(-1),
     "select": lambda m, x, p: x.view(1, -1, 4, 6)[:, :, -1] * x.view(1, -1, 4, 6).select(2, 1),
     "repeated heads": lambda m, x, p: (
         x.view(1, -1, 4, 6)[:, :, :, None].expand(1, -1, 4, 2, 6)[:, :, :2].reshape(1, -1, 24)
