@@ -1,7 +1,7 @@
 """The CPU compiler: in goes a program, out comes a folder with its sources, headers and `model.so`.
 
-Objects are cached across builds by kernel name and by a hash of all that makes their bytes: source, headers, flags,
-compiler version.
+Objects are cached across builds by kernel name and by a hash of all that makes their bytes: source, headers, the
+compiler's command and version, flags.
 """
 
 import hashlib
@@ -10,8 +10,9 @@ import re
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from planc.codegen.program import Program
 from planc.codegen.render import INCLUDE
 from planc.codegen.target import Target
 from planc.errors import PlancError
+from planc.plans.host import cache_dir, usable_cpus
 
 Progress = Callable[[int, int, str], None]
 
@@ -65,13 +67,6 @@ def compiler(command: str | None = None) -> Compiler:
     return Compiler(words, done.stdout.splitlines()[0] if done.stdout else "")
 
 
-def cache_folder() -> Path:
-    """Where objects are kept: $PLANC_CACHE_DIR, else planc under $XDG_CACHE_HOME or ~/.cache; then `kernels`."""
-    own = os.environ.get("PLANC_CACHE_DIR")
-    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "planc"
-    return base / "kernels"
-
-
 def build(
     program: Program, folder: Path, *, progress: Progress = lambda done, total, name: None, cxx: str | None = None
 ) -> Path:
@@ -96,14 +91,23 @@ def build_library(
     write_sources(sources, folder)
     objects = {name: _object_path(name, text, tool, target) for name, text in sources.items()}
     missing = [name for name, path in objects.items() if not path.exists()]
-    done = len(objects) - len(missing)
-    with ThreadPoolExecutor(max_workers=_cores()) as pool:
+    hits = len(objects) - len(missing)
+    with _pool() as pool:
         jobs = {pool.submit(_compile, name, objects[name], folder, tool, target): name for name in missing}
-        for job in as_completed(jobs):
+        for done, job in enumerate(as_completed(jobs), hits + 1):
             job.result()
-            done += 1
             progress(done, len(objects), jobs[job].removesuffix(".cpp"))
     return _link(tuple(objects.values()), folder, tool)
+
+
+@contextmanager
+def _pool() -> Iterator[ThreadPoolExecutor]:
+    """A thread for each CPU; an error or Ctrl-C waits for the compilers that run, and starts no others."""
+    with ThreadPoolExecutor(max_workers=usable_cpus()) as pool:
+        try:
+            yield pool
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def write_sources(sources: Mapping[str, str], folder: Path) -> None:
@@ -130,16 +134,17 @@ def _headers(source: str) -> dict[str, str]:
 
 def _object_path(name: str, source: str, tool: Compiler, target: Target) -> Path:
     """Where the cache keeps the object of a source; the name holds a hash of everything that makes its bytes."""
-    parts = [name, source, tool.version, *tool.flags(target)]
+    parts = [name, source, *tool.command, tool.version, *tool.flags(target)]
     parts += [text for _, text in sorted(_headers(source).items())]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    return cache_folder() / f"{name.removesuffix('.cpp')}-{digest}.o"
+    return cache_dir() / "kernels" / f"{name.removesuffix('.cpp')}-{digest}.o"
 
 
 def _compile(name: str, to: Path, folder: Path, tool: Compiler, target: Target) -> None:
     """Compiles `folder/name` to the cache; a half-written object never bears its final name."""
     try:
-        to.parent.mkdir(parents=True, exist_ok=True)
+        for made in (to.parent.parent, to.parent):  # what is linked into plans is for no one else to write
+            made.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, partial = tempfile.mkstemp(suffix=".o", dir=to.parent)
     except OSError as e:
         raise PlancError(f"cannot write to the kernel cache {to.parent}: {e}; set PLANC_CACHE_DIR") from e
@@ -162,7 +167,3 @@ def _run(command: Sequence[str], folder: Path) -> None:
         lines = (done.stderr or done.stdout).splitlines()
         errors = [line for line in lines if "error" in line] or lines
         raise PlancError(f"the C++ compiler failed in {folder}: `{shlex.join(command)}`: " + " | ".join(errors[:3]))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

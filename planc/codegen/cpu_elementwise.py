@@ -1,7 +1,7 @@
 """CPU kernel rows of elementwise ops, reductions over the last axis, and ops that only move data."""
 
 from planc.codegen.axes import Axes, elementwise, fits, outer, strided
-from planc.codegen.kernel import Constant, Design, Row, Types, real
+from planc.codegen.kernel import Constant, Design, Row, Types, integer, real
 from planc.compiler.ir.graph import Node
 from planc.compiler.ir.types import TensorType
 
@@ -52,10 +52,11 @@ def _pointwise(
     function: str, axes: Axes, constants: tuple[Constant, ...] = (), dtypes: tuple[str, str] = ("f32", "f32")
 ) -> Design:
     """A design of pointwise.cpp.jinja; `dtypes` are those of the inputs and of the output."""
-    walk = "Pointwise" if dtypes == ("f32", "f32") else "ScalarPointwise"
+    floats = dtypes == ("f32", "f32")
+    walk = "Pointwise" if floats else "ScalarPointwise"
     variables = {"function": function, "extent": axes.extent, "out": axes.out, "inputs": axes.inputs, "walk": walk}
     variables |= {"in_element": _CPP[dtypes[0]], "out_element": _CPP[dtypes[1]]}
-    return Design(constants, variables, (*(() if dtypes[0] == "f32" else dtypes), axes.tag))
+    return Design(constants, variables, (*(() if floats else dtypes), axes.tag))
 
 
 def _f32(node: Node, types: Types) -> bool:
@@ -84,7 +85,9 @@ def _binary_fits(node: Node, types: Types) -> bool:
 
 
 def _whole(node: Node) -> bool:
-    return float(node.attr("scalar", 0.0)).is_integer()  # type: ignore[arg-type]
+    """Whether the scalar, if there is one, is exact as an int32."""
+    scalar = float(node.attr("scalar", 0.0))  # type: ignore[arg-type]
+    return scalar.is_integer() and -(2**31) <= scalar < 2**31
 
 
 def _binary(node: Node, types: Types) -> Design:
@@ -97,7 +100,8 @@ def _binary(node: Node, types: Types) -> Design:
         design = _pointwise(f"planc::PowInt<{int(scalar)}>", axes)
         return Design((), design.variables, (f"int{int(scalar)}", *design.tags))
     function = f"planc::WithConstant<planc::{_BINARY[node.op]}, Config, {str(swapped).lower()}>"
-    design = _pointwise(function, axes, (real("VALUE", scalar),), dtypes)
+    value = integer("VALUE", int(scalar)) if dtypes[0] == "i32" else real("VALUE", scalar)
+    design = _pointwise(function, axes, (value,), dtypes)
     return Design(design.constants, design.variables, ("reversed" if swapped else "", *design.tags))
 
 

@@ -38,8 +38,13 @@ class Program:
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
-        """Each kernel once, in order of first use."""
-        return tuple({launch.kernel.name: launch.kernel for launch in self.launches}.values())
+        """Each kernel once, in order of first use; equal names must mean equal sources."""
+        found: dict[str, Kernel] = {}
+        for kernel in (launch.kernel for launch in self.launches):
+            kept = found.setdefault(kernel.name, kernel)
+            same = kept.design == kernel.design or kernel_source(kept) == kernel_source(kernel)
+            assert same, f"two kernels are named {kernel.name}; their tags must tell them apart"
+        return tuple(found.values())
 
     @cached_property
     def counts(self) -> Mapping[str, int]:

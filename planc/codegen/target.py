@@ -62,10 +62,12 @@ def known() -> tuple[str, ...]:
 
 
 def host() -> Target:
-    """The best target that this machine runs, by the feature flags of its CPU."""
+    """The best level that this machine runs, by the feature flags of its CPU.
+
+    Extras are left out: no kernel uses them yet, and a plan that asks for them would be refused elsewhere for nothing.
+    """
     if platform.machine() not in ("x86_64", "AMD64"):
         return Target("cpu", "portable")
     have = cpu_flags()
     level = next((a for a in ("x86-64-v4", "x86-64-v3") if have.issuperset(CPU_FLAGS[a])), "portable")
-    extras = _EXTRAS if level == _BASE_OF_EXTRAS else ()
-    return Target("cpu", level, tuple(sorted(e for e in extras if have.issuperset(CPU_FLAGS[e]))))
+    return Target("cpu", level)

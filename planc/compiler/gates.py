@@ -15,8 +15,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from planc.compiler import hooks
 from planc.compiler.ir import interp
 from planc.compiler.lift import Lifted, lift
+from planc.compiler.refusal import refused
 from planc.compiler.shrink import shrunk
-from planc.compiler.trace import build, trace
+from planc.compiler.source.base import new_model, one_line
+from planc.compiler.trace import trace
 from planc.errors import PlancError
 
 TOKENS = 70  # beyond 64-token chunk loops and beyond the windows of a shrunk config
@@ -27,46 +29,48 @@ _MOST_NOISE = 1e-4
 _NOISE = 8.0  # how many times float32's own distance from float64 a graph may be off
 
 
-def self_test(config: PretrainedConfig) -> float:
+def self_test(config: PretrainedConfig, trust_remote_code: bool = False) -> float:
     """Largest error of the lifted graph's logits, relative to the largest logit, on a shrunk copy of the model.
 
-    PlancError names the finding: tokens that mix outside of attention, or logits that differ.
+    `trust_remote_code` lets a config build a model from its own code. PlancError names the finding: tokens that mix
+    outside of attention, or logits that differ.
     """
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model, lifted = _small(config)
+        model, lifted = _small(config, trust_remote_code)
         ids, positions = _prompt(model.config)
         check_local(model, ids, positions)
         return check_logits(model, lifted, ids, positions)
 
 
-def _small(config: PretrainedConfig) -> tuple[PreTrainedModel, Lifted]:
+def _small(config: PretrainedConfig, trust_remote_code: bool) -> tuple[PreTrainedModel, Lifted]:
     """The smallest copy that transformers can build and that lifts, with random weights."""
     failure: PlancError | None = None
     for candidate in (*shrunk(config), config):
         try:
-            if sum(p.numel() for p in build(candidate, "eager").parameters()) > LARGEST:
+            empty = new_model(candidate, trust_remote_code=trust_remote_code)
+            if sum(p.numel() for p in empty.parameters()) > LARGEST:
                 continue
-            model = random_model(candidate)
-            return model, _lifted(candidate, model)
+            model = random_model(candidate, trust_remote_code)
+            return model, _lifted(candidate, model, trust_remote_code)
         except PlancError as e:
             failure = failure or e
-    raise failure or PlancError("self-test: the model cannot be shrunk to a size that can be run here")
+    raise failure or refused("self-test: the model cannot be shrunk to a size that can be run here")
 
 
-def random_model(config: PretrainedConfig) -> PreTrainedModel:
+def random_model(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """The eager float32 model with weights that leave no part of it trivial."""
-    model = build(config, "eager", device="cpu")
+    model = new_model(config, device="cpu", trust_remote_code=trust_remote_code)
     for parameter in model.parameters():
         noise = torch.randn_like(parameter)
         parameter.copy_(0.7 * noise / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else parameter + 0.2 * noise)
     return model
 
 
-def _lifted(config: PretrainedConfig, model: nn.Module) -> Lifted:
+def _lifted(config: PretrainedConfig, model: nn.Module, trust_remote_code: bool) -> Lifted:
     state = model.state_dict()
     tensors = {name: ("f32", tuple(t.shape)) for name, t in state.items()}
-    return lift(trace(config), tensors, {name: name for name in tensors})
+    return lift(trace(config, trust_remote_code=trust_remote_code), tensors, {name: name for name in tensors})
 
 
 def _prompt(config: PretrainedConfig) -> tuple[Tensor, Tensor]:
@@ -83,7 +87,7 @@ def _run(model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
     try:
         logits: Tensor = model(input_ids=ids, position_ids=positions, attention_mask=ones, use_cache=False).logits
     except Exception as e:  # the module's own code may fail in any way
-        raise PlancError(f"self-test: transformers' module does not run: {type(e).__name__}: {e}") from e
+        raise refused(f"self-test: transformers' module does not run: {type(e).__name__}: {one_line(e)}") from e
     return logits[0]
 
 
@@ -91,7 +95,7 @@ def check_logits(model: nn.Module, lifted: Lifted, ids: Tensor, positions: Tenso
     """Compares the interpreted graph with the module on some rows; returns the relative error."""
     rows = torch.tensor([ids.shape[1] - 1, 0, ids.shape[1] // 2, 3])
     state = model.state_dict()
-    weights = interp.weights_of(lifted.graph, lambda name: state[name].numpy(), lifted.constants)
+    weights = interp.weights_of(lifted.graph, lambda name: state[name].numpy(), lifted.graph.constants)
     given = {"ids": ids[0], "positions": positions[0], "logit_rows": rows}
     inputs = {name: t.numpy().astype(np.int32) for name, t in given.items()}
     ours = torch.from_numpy(interp.run(lifted.graph, inputs, weights)["logits"])
@@ -99,12 +103,12 @@ def check_logits(model: nn.Module, lifted: Lifted, ids: Tensor, positions: Tenso
     exact = _run(copy.deepcopy(model).double(), ids, positions)[rows]
     error, noise = _distance(ours, theirs), _distance(theirs, exact)
     if not noise <= _MOST_NOISE:
-        raise PlancError(
+        raise refused(
             f"self-test: transformers' own logits in float32 and float64 differ by {noise:.1e} of the largest, "
             f"expected at most {_MOST_NOISE:.0e}; no graph of this model can be judged"
         )
     if not error <= max(TOLERANCE, _NOISE * noise):
-        raise PlancError(
+        raise refused(
             f"self-test: logits of the compiled graph differ from transformers' by {error:.1e} of the largest, "
             f"expected at most {TOLERANCE:.0e}; the graph does not compute what the model does"
         )
@@ -125,7 +129,7 @@ def check_local(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> None:
         finally:
             model.set_attn_implementation("eager")
     if not _distance(permuted, straight[order]) <= LOCAL_TOLERANCE:
-        raise PlancError("self-test: tokens mix outside of attention, so sequences cannot share a step")
+        raise refused("self-test: tokens mix outside of attention, so sequences cannot share a step")
 
 
 def _one_token(

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import AttentionInterface
 
-from planc.errors import PlancError
+from planc.compiler.refusal import refused
 
 NAME = "planc"
 
@@ -37,10 +37,6 @@ def _mask_shape(queries: int, keys: int, kind: str, size: int, device: torch.dev
 def _attention_shape(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     batch, heads, tokens, _ = q.shape
     return q.new_empty((batch, tokens, heads, v.shape[-1]))
-
-
-torch.library.register_fake("planc::mask", _mask_shape, lib=_LIBRARY)
-torch.library.register_fake("planc::attention", _attention_shape, lib=_LIBRARY)
 
 
 torch.library.register_fake("planc::mask", _mask_shape, lib=_LIBRARY)
@@ -86,9 +82,9 @@ def attend(
     where = f"attention of {type(module).__name__} (layer {getattr(module, 'layer_idx', None)})"
     for keyword, given in others.items():
         if given is not None and keyword not in BENIGN:
-            raise PlancError(f"{where}: keyword {keyword}={_short(given)} is not understood, so the model is refused")
+            raise refused(f"{where}: keyword {keyword}={_short(given)} is not understood")
     if dropout:
-        raise PlancError(f"{where}: dropout={dropout} in a model that should be in eval mode")
+        raise refused(f"{where}: dropout={dropout} in a model that should be in eval mode")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     layer = getattr(module, "layer_idx", None)
@@ -125,7 +121,7 @@ def mask_token(
 ) -> Tensor:
     """transformers' mask interface: the kind and size of the mask as a token that each attention op then carries."""
     if attention_mask is not None or q_offset or kv_offset:
-        raise PlancError("attention mask: padding or an offset in a trace of one whole sequence")
+        raise refused("attention mask: padding or an offset in a trace of one whole sequence")
     kind, size = classify(mask_function)
     token: Tensor = torch.ops.planc.mask(q_length, kv_length, kind, size, torch.device(device))
     return token
@@ -139,10 +135,10 @@ def classify(mask_function: Callable[..., Any]) -> tuple[str, int]:
     """
     parts = list(_parts(mask_function))
     if "causal" not in [kind for kind, _ in parts]:
-        raise PlancError(f"attention mask: {_name(mask_function)} is not causal")
+        raise refused(f"attention mask: {_name(mask_function)} is not causal")
     special = sorted({p for p in parts if p[0] in ("sliding", "chunked")})
     if len(special) > 1:
-        raise PlancError(f"attention mask: {special[0]} and {special[1]} at once are not supported")
+        raise refused(f"attention mask: {special[0]} and {special[1]} at once are not supported")
     return special[0] if special else ("causal", 0)
 
 
@@ -164,7 +160,7 @@ def _parts(fn: Callable[..., Any]) -> Iterator[tuple[str, int]]:
     elif set(cells) == {"chunk_size", "left_padding"}:
         yield "chunked", int(cells["chunk_size"])
     else:
-        raise PlancError(f"attention mask: {_name(fn)} with variables {sorted(cells)} is not understood")
+        raise refused(f"attention mask: {_name(fn)} with variables {sorted(cells)} is not understood")
 
 
 def _slides(fn: Callable[..., Any], window: int) -> bool:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from planc.compiler.source.base import ModelSource, meta_model
+from planc.compiler.source.base import DTYPES, ModelSource, new_model, one_line
 from planc.compiler.source.bind import bind
 from planc.compiler.source.buffers import real_buffers, to_torch
 from planc.errors import PlancError
+from planc.plans.host import usable_cpus
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,8 +36,8 @@ def reference_logits(
 
     One teacher-forced pass over the sequences as one right-padded batch, attention in transformers' eager form. `dtype`
     is that of parameters and arithmetic. Memory: the largest module's parameters, the activations of the batch
-    (attention scores take batch x heads x length^2), and rows_per_chunk x vocab logits. PlancError for empty input or
-    ids outside the vocabulary.
+    (attention scores take batch x heads x length^2), and rows_per_chunk x vocab logits. `num_threads` None takes the
+    CPUs that the process may use. PlancError for empty input, ids outside the vocabulary, or a module that fails.
     """
     model = StreamedModel(source, dtype)
     _check(sequences, model.vocab_size)
@@ -59,7 +60,7 @@ class StreamedModel:
 
     def __init__(self, source: ModelSource, dtype: torch.dtype = torch.float32) -> None:
         name = str(dtype).removeprefix("torch.")
-        self._model: Any = meta_model(source.config(), trust_remote_code=source.trust_remote_code, dtype=name)
+        self._model: Any = new_model(source.config(), trust_remote_code=source.trust_remote_code, dtype=name)
         self._source, self._dtype = source, dtype
         self._binding = bind(self._model, source)
         self._set_buffers(real_buffers(self._model, source, self._binding))
@@ -75,7 +76,7 @@ class StreamedModel:
     def hidden(self, ids: torch.Tensor) -> torch.Tensor:
         """The base model's last hidden state [batch, length, hidden] for ids i64[batch, length]."""
         positions = torch.arange(ids.shape[1]).expand(ids.shape)
-        with torch.no_grad():
+        with torch.no_grad(), self._stage("hidden states"):
             # Padding is on the right, where causal attention does not look, so the mask is all ones.
             out = self._base()(
                 input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False
@@ -92,7 +93,7 @@ class StreamedModel:
         base, output = self._base(), self._output(last_hidden_state=rows[None])
         base.forward = lambda *args, **kwargs: output
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._stage("logits"):
                 return self._model(input_ids=torch.zeros(1, len(rows), dtype=torch.long), use_cache=False).logits[0]
         finally:
             del base.forward
@@ -132,10 +133,35 @@ class StreamedModel:
             return
         self._loaded[module] = {name: module._parameters[name] for name in names}
         for name, fqn in names.items():
-            value = to_torch(self._source.read(self._binding.tensor(fqn))).to(self._dtype)
+            value = self._read(self._binding.tensor(fqn))
             module._parameters[name] = torch.nn.Parameter(value, requires_grad=False)
             self.live_bytes += value.nbytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _read(self, name: str) -> torch.Tensor:
+        """A tensor in the model's dtype; one stored in another is converted piece by piece, never held whole in both."""
+        info = self._source.tensors[name]
+        if to_torch(np.empty(0, DTYPES[info.dtype])).dtype == self._dtype:
+            return to_torch(self._source.read(name))
+        value, at = torch.empty(info.shape, dtype=self._dtype), 0
+        flat = value.view(-1)
+        for piece in self._source.read_pieces(name):
+            flat[at : at + piece.size] = to_torch(piece)
+            at += piece.size
+        return value
+
+    @contextmanager
+    def _stage(self, what: str) -> Iterator[None]:
+        """Names the stage and the model in whatever its code raises."""
+        try:
+            yield
+        except PlancError:
+            raise
+        except Exception as e:  # the module's own code may fail in any way
+            raise PlancError(
+                f"reference: {type(self._model).__name__} failed while it computed {what}: "
+                f"{type(e).__name__}: {one_line(e)} Pass --reference none to build without it."
+            ) from e
 
     def _drop(self, module: nn.Module) -> None:
         for name, empty in self._loaded.pop(module, {}).items():
@@ -145,9 +171,9 @@ class StreamedModel:
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """torch's thread count, put back afterwards."""
+    """torch's thread count (None: the CPUs that the process may use), put back afterwards."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    torch.set_num_threads(count or usable_cpus())
     try:
         yield
     finally:

@@ -34,10 +34,8 @@ def save_tokenizer(source: ModelSource, out_dir: Path) -> None:
     (out_dir / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
     _write_json(out_dir / "tokenizer_config.json", _settings(tokenizer))
     _write_json(out_dir / "generation_config.json", _generation(source, tokenizer))
-    for name, template in _templates(tokenizer).items():
-        path = out_dir / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(template, encoding="utf-8")
+    if (template := _template(tokenizer)) is not None:
+        (out_dir / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
@@ -115,11 +113,10 @@ def _generation(source: ModelSource, tokenizer: PreTrainedTokenizerFast) -> dict
     return generation
 
 
-def _templates(tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
+def _template(tokenizer: PreTrainedTokenizerFast) -> str | None:
+    """The default chat template; models may have others by name, which no server of ours offers."""
     template = tokenizer.chat_template
-    if template is None:
-        return {}
-    return template if isinstance(template, dict) else {"default": template}
+    return template.get("default") if isinstance(template, dict) else template
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What this machine is: in goes nothing, out come its CPU features and the memory that a process may still take."""
+"""What this machine offers: in goes nothing, out come CPU features, CPUs and memory still to take, the cache folder."""
 
 import os
 import platform
@@ -45,6 +45,18 @@ def missing_flags(target: str) -> list[str]:
 def available_bytes() -> int:
     """Bytes that this process may still allocate: the kernel's estimate, or what its cgroup leaves when less."""
     return min(_meminfo(), _cgroup_left())
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may run on, at least 1."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cache_dir() -> Path:
+    """$PLANC_CACHE_DIR, else $XDG_CACHE_HOME/planc, else ~/.cache/planc. Not created."""
+    if own := os.environ.get("PLANC_CACHE_DIR"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "planc"
 
 
 def _meminfo() -> int:

@@ -10,19 +10,20 @@ import ctypes
 import math
 import mmap
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planc.errors import PlancError
+from planc.errors import PlancError, UsageError
 from planc.plans.host import missing_flags
 from planc.plans.schema import Plan
-from planc.plans.store import sha256
+from planc.plans.store import MANIFEST, sha256
 from planc.runtime.batch import Batch, Int32
 from planc.runtime.weights import MappedWeights, addresses
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+MAX_SLOTS = 2**31 - 1  # slots are int32
 
 
 class _CBatch(ctypes.Structure):
@@ -45,11 +46,14 @@ class _CBatch(ctypes.Structure):
 class CpuExecutor:
     """Runs a plan's program. Raises PlancError when this CPU lacks the plan's ISA or a file is missing or corrupt.
 
-    num_threads is by default the CPUs that this process may use.
+    num_threads is by default the CPUs that this process may use; UsageError when it is less than 1.
     """
 
     def __init__(self, root: Path, plan: Plan, num_blocks: int, num_threads: int | None = None) -> None:
         _check_target(plan.target)
+        check_paths(root, plan)
+        if num_threads is not None and num_threads < 1:
+            raise UsageError(f"--threads is {num_threads}, expected at least 1; leave it out to use every CPU")
         if not plan.has_weights:
             raise PlancError(f"{root} was built with --weights none; build it with --weights pack to run it.")
         self.num_blocks = num_blocks
@@ -67,14 +71,17 @@ class CpuExecutor:
     def step(self, batch: Batch) -> NDArray[np.float32]:
         """Run one step; logits [R, vocab_size], overwritten by the next one."""
         if self._handle is None:
-            raise PlancError("the executor is closed")
+            raise PlancError("the executor is closed; open the plan again to run more steps")
         table = batch.page_table
         c_batch = _CBatch(len(batch.ids), len(table), len(batch.logit_rows), table.strides[0] // table.itemsize)
         for name in ("ids", "positions", "slots", "page_table", "query_start", "logit_rows"):
             setattr(c_batch, name, _pointer(getattr(batch, name)))
         code = self._library.planc_step(self._handle, ctypes.byref(c_batch))
         if code != 0:
-            raise PlancError(f"the model step returned {code} ({len(batch.ids)} tokens of {len(table)} sequences)")
+            raise PlancError(
+                f"the model step returned {code} for {len(batch.ids)} tokens of {len(table)} sequences, expected 0; "
+                "run planc check and planc verify on the plan"
+            )
         return self._logits[: len(batch.logit_rows)]
 
     def release_weights(self) -> None:
@@ -99,15 +106,31 @@ class CpuExecutor:
 
 
 def kv_blocks(plan: Plan, memory: int, max_num_seqs: int) -> int:
-    """Blocks of the KV cache that `memory` bytes hold, no more than max_num_seqs full sequences need."""
+    """Blocks of the KV cache that `memory` bytes hold, no more than max_num_seqs full sequences or int32 slots need."""
     per_seq = -(-plan.limits.max_model_len // plan.kv.block_size)
-    blocks = min(memory // plan.kv.page_bytes, max_num_seqs * per_seq)
+    blocks = min(memory // plan.kv.page_bytes, max_num_seqs * per_seq, MAX_SLOTS // plan.kv.block_size)
     if blocks < 1:
         raise PlancError(
             f"the KV cache has {max(memory, 0)} bytes and needs at least {plan.kv.page_bytes}, for one block of "
             f"{plan.kv.block_size} tokens; free memory, or raise --kv-cache-memory-bytes or --memory-utilization"
         )
     return blocks
+
+
+def check_paths(root: Path, plan: Plan) -> None:
+    """Raise PlancError when the manifest names code or weights outside `root`, or code that it has no hash of."""
+    for name in (plan.program.library, *plan.weight_files):
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            raise PlancError(
+                f"{root / MANIFEST} names the file {name!r}, expected a relative path below the plan. "
+                "Build the plan again."
+            )
+    sealed = (root / MANIFEST).exists()  # a build runs its plan before it hashes it
+    if sealed and plan.program.library not in plan.files:
+        raise PlancError(
+            f"{root / MANIFEST} has no hash of {plan.program.library}, expected one in files. Build the plan again."
+        )
 
 
 def check_file(root: Path, plan: Plan, name: str) -> None:

@@ -96,10 +96,10 @@ class Engine:
     def resolve(self, prompt: Items[int], params: SamplingParams) -> SamplingParams:
         """The parameters with max_tokens filled in; RequestError when the request can never be served."""
         if not prompt:
-            raise RequestError("the prompt is empty; it must have at least one token", param="prompt")
+            raise RequestError("the prompt is empty; send at least one token", param="prompt")
+        self.scheduler.check(len(prompt), params.max_tokens or max(params.min_tokens, 1))
         check_ids(prompt, self.executor.vocab_size)
         params.check_vocab(self.executor.vocab_size)
-        self.scheduler.check(len(prompt), params.max_tokens or max(params.min_tokens, 1))
         if params.max_tokens is None:
             params = replace(params, max_tokens=self.limits.max_model_len - len(prompt))
         return params
@@ -135,7 +135,7 @@ class Engine:
         self._inbox.put(None)
         if self._thread is not None:
             self._thread.join()
-        self._stop("the engine has been stopped", "abort")
+        self._stop("the engine has been stopped; start the server again", "abort")
         self.executor.close()
 
     def healthy(self, patience: float = 300.0) -> bool:
@@ -155,7 +155,7 @@ class Engine:
         while self.scheduler.has_work:
             self.step()
             self._take_commands(wait=False)
-        self.scheduler.check_integrity()
+        self.scheduler.check_idle()
         return [merge(outputs) for outputs in pieces]
 
     def step(self) -> None:
@@ -177,10 +177,10 @@ class Engine:
                 if self.scheduler.has_work:
                     self.step()
                 if not self.scheduler.has_work:
-                    self.scheduler.check_integrity()
+                    self.scheduler.check_idle()
         except Exception as e:
             log.exception("the engine has died")
-            self._stop(f"the engine has died: {e}", "error")
+            self._stop(f"the engine has died: {e}; start the server again", "error")
 
     def _take_commands(self, *, wait: bool) -> bool:
         """Do what other threads asked for; False when it is time to stop."""
@@ -211,13 +211,15 @@ class Engine:
         rows: list[Row] = []
         doubtful: set[int] = set()
         for chunk in chunks:
+            unwritten = chunk.seq.pages[chunk.start // self.pool.block_size :]
             if doubtful.intersection(chunk.seq.pages):
+                doubtful.update(unwritten)  # its own new pages were made findable when it was scheduled
                 self.scheduler.preempt(chunk.seq)
                 continue
             try:
                 logits = self.executor.step(self._builder.fill([chunk])).copy()
             except Exception as e:  # noqa: BLE001 - whatever a device raises belongs to this sequence
-                doubtful.update(chunk.seq.pages[chunk.start // self.pool.block_size :])
+                doubtful.update(unwritten)
                 self._fail(chunk.seq, f"the model step failed: {e}")
             else:
                 self.scheduler.advance(chunk)

@@ -8,6 +8,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
+def root_digest(salt: bytes) -> bytes:
+    """The parent of a sequence's first block. `person` keeps a salt that spells a block's digest from posing as it."""
+    return hashlib.blake2b(salt, digest_size=16, person=b"planc-salt").digest()
+
+
 def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Digest of a full block: of its parent's digest and its own token ids, so equal digests mean equal prefixes."""
     return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
@@ -25,6 +30,7 @@ class BlockPool:
         self._free: list[int] = list(reversed(range(num_blocks)))  # a stack: the page used last is the warmest
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._refs: list[int] = [0] * num_blocks
+        self._num_used = 0
         self._digest: list[bytes | None] = [None] * num_blocks
         self._page: dict[bytes, int] = {}
 
@@ -36,7 +42,7 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         """Pages that at least one sequence holds."""
-        return self.num_blocks - self.num_available
+        return self._num_used
 
     def blocks_for(self, num_tokens: int) -> int:
         """Pages that hold num_tokens tokens."""
@@ -61,6 +67,7 @@ class BlockPool:
         for page in pages:
             if self._refs[page] == 0:
                 del self._cached[page]
+                self._num_used += 1
             self._refs[page] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -70,6 +77,7 @@ class BlockPool:
         pages = [self._take() for _ in range(count)]
         for page in pages:
             self._refs[page] = 1
+        self._num_used += count
         return pages
 
     def release(self, pages: Iterable[int]) -> None:
@@ -77,6 +85,7 @@ class BlockPool:
         for page in reversed(tuple(pages)):
             self._refs[page] -= 1
             if self._refs[page] == 0:
+                self._num_used -= 1
                 self._put_back(page)
             elif self._refs[page] < 0:
                 raise RuntimeError(f"kv: page {page} released more often than it was taken")
@@ -95,16 +104,19 @@ class BlockPool:
                 del self._cached[page]
                 self._free.append(page)
 
-    def reset_cache(self) -> None:
-        """Forget every cached prefix."""
-        self.forget(tuple(self._page.values()))
+    def check_counts(self) -> None:
+        """Raise RuntimeError unless free + cached + used == total. Takes the same time however many pages there are."""
+        counts = (len(self._free), len(self._cached), self._num_used)
+        if sum(counts) != self.num_blocks:
+            raise RuntimeError(f"kv: free, cached, used pages are {counts}, expected {self.num_blocks} together")
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless free + cached + used == total and the digest index is one-to-one."""
+        """As `check_counts`, and look at every page: each in one place only, the digest index one-to-one."""
+        self.check_counts()
         free, cached = set(self._free), set(self._cached)
         used = {page for page, refs in enumerate(self._refs) if refs > 0}
         counts = (len(self._free), len(cached), len(used))
-        if sum(counts) != self.num_blocks or len(free | cached | used) != self.num_blocks:
+        if counts[2] != self._num_used or len(free | cached | used) != self.num_blocks:
             raise RuntimeError(f"kv: free, cached, used pages are {counts}, expected {self.num_blocks} different ones")
         index = {page: digest for digest, page in self._page.items()}
         if index != {page: digest for page, digest in enumerate(self._digest) if digest is not None}:

@@ -100,11 +100,13 @@ class GenerationRequest(_Body):
     def check(self) -> None:
         """Raise RequestError for combinations that make no sense, or that planc cannot honour."""
         if not 1 <= self.samples <= MAX_SAMPLES:
-            raise RequestError(f"n is {self.n}, expected 1 to {MAX_SAMPLES}", param="n")
+            raise RequestError(f"n is {self.n}; pass 1 to {MAX_SAMPLES}", param="n")
         if self.best_of not in (None, self.samples):
-            raise RequestError("best_of other than n is not supported", param="best_of")
+            raise RequestError("best_of other than n is not supported; leave it out", param="best_of")
         if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options needs stream to be true", param="stream_options")
+            raise RequestError(
+                "stream_options needs stream to be true; set it, or leave them out", param="stream_options"
+            )
         if self.cache_salt == "":
             raise RequestError("cache_salt is empty; leave it out", param="cache_salt")
         self._check_unsupported()
@@ -133,7 +135,7 @@ class GenerationRequest(_Body):
             if name not in _UNSUPPORTED:
                 log.info("request field %r is unknown and ignored", name[:100])
             elif not any(value == neutral and type(value) is type(neutral) for neutral in _UNSUPPORTED[name]):
-                raise RequestError(f"{name} is not supported", param=name, code="unsupported")
+                raise RequestError(f"{name} is not supported; leave it out", param=name, code="unsupported")
 
 
 class ChatMessage(_Body):
@@ -167,9 +169,11 @@ class ChatRequest(GenerationRequest):
         """As GenerationRequest, and the rules of chat."""
         super().check()
         if not self.messages:
-            raise RequestError("messages is empty; expected at least one message", param="messages")
+            raise RequestError("messages is empty; send at least one message", param="messages")
         if self.top_logprobs is not None and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise RequestError(
+                "top_logprobs needs logprobs to be true; set it, or leave them out", param="top_logprobs"
+            )
 
     def template_variables(self) -> dict[str, Any]:
         """What the chat template gets beside the messages."""
@@ -197,7 +201,9 @@ class CompletionRequest(GenerationRequest):
         """As GenerationRequest, and the rules of completions."""
         super().check()
         if self.echo and self.logprobs is not None:
-            raise RequestError("echo with logprobs is not supported", param="echo", code="unsupported")
+            raise RequestError(
+                "echo with logprobs is not supported; leave one of them out", param="echo", code="unsupported"
+            )
 
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts, all texts or all token ids; RequestError when they are neither, none, or too many."""
@@ -205,13 +211,13 @@ class CompletionRequest(GenerationRequest):
         if isinstance(prompt, str) or _is_ids(prompt):
             prompt = [prompt]
         if not isinstance(prompt, list) or not (all(isinstance(p, str) for p in prompt) or all(map(_is_ids, prompt))):
-            raise RequestError("prompt: expected a string, token ids, or a list of either", param="prompt")
+            raise RequestError("prompt: send a string, token ids, or a list of either", param="prompt")
         if not prompt or not all(prompt):
-            raise RequestError("the prompt is empty; it must have at least one token", param="prompt")
+            raise RequestError("the prompt is empty; send at least one token", param="prompt")
         if len(prompt) * self.samples > MAX_CHOICES:
             choices = len(prompt) * self.samples
             raise RequestError(
-                f"{choices} choices (prompts times n) in one request, at most {MAX_CHOICES}", param="prompt"
+                f"{choices} choices (prompts times n) in one request; send at most {MAX_CHOICES}", param="prompt"
             )
         return prompt
 
@@ -281,5 +287,7 @@ def _is_ids(value: Any) -> bool:
 def _text_part(part: dict[str, Any]) -> str:
     text = part.get("text")
     if part.get("type") not in ("text", "input_text") or not isinstance(text, str):
-        raise RequestError(f"content part of type {part.get('type')!r}: this model reads text only", param="messages")
+        raise RequestError(
+            f"content part of type {part.get('type')!r}: this model reads text; send that", param="messages"
+        )
     return text

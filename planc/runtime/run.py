@@ -17,7 +17,7 @@ from planc.errors import PlancError, UsageError
 from planc.plans import store
 from planc.plans.host import available_bytes
 from planc.plans.schema import Plan
-from planc.runtime.cpu import CpuExecutor, check_file, kv_blocks
+from planc.runtime.cpu import CpuExecutor, check_file, check_paths, kv_blocks
 from planc.runtime.engine import Engine, Observer
 from planc.runtime.output import Output
 from planc.runtime.scheduler import SchedulerLimits
@@ -55,11 +55,15 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         if not 0 < self.memory_utilization <= 1:
-            raise UsageError(f"--memory-utilization is {self.memory_utilization}, expected a share in (0, 1]")
+            raise UsageError(f"--memory-utilization is {self.memory_utilization}; pass a share in (0, 1]")
         if not 0 <= self.port <= 65535:
-            raise UsageError(f"--port is {self.port}, expected 0 to 65535")
+            raise UsageError(f"--port is {self.port}; pass 0 to 65535, 0 for any that is free")
         if self.threads is not None and self.threads < 1:
-            raise UsageError(f"--threads is {self.threads}, expected at least 1")
+            raise UsageError(f"--threads is {self.threads}, expected at least 1; leave it out to use every CPU")
+        if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
+            raise UsageError(
+                "--api-key is empty or has spaces around it; pass a key without, or leave it out to serve without one"
+            )
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Loaded:
 def load(options: RunOptions, observer: Observer | None = None) -> Loaded:
     """Open a plan: check its limits against the options, map weights, size the KV cache. The engine is not started."""
     plan = store.load(options.plan)
+    check_paths(options.plan, plan)
     limits = _limits(plan, options)
     blocks = kv_blocks(plan, _kv_memory(plan, options), limits.max_num_seqs)
     executor = CpuExecutor(options.plan, plan, blocks, options.threads)
@@ -158,7 +163,7 @@ def run_prompt(
             output = arrived.get()
             write(output.text)
             if output.finish_reason == "error":
-                raise PlancError(output.error or "the engine failed")
+                raise PlancError(f"{output.error or 'the engine failed'}; planc check {options.plan} looks for a cause")
             if output.finish_reason is not None:
                 return output
     finally:
@@ -166,18 +171,21 @@ def run_prompt(
 
 
 def _limits(plan: Plan, options: RunOptions) -> SchedulerLimits:
-    return SchedulerLimits(
-        plan.limits.max_model_len,
-        _within("--max-num-seqs", options.max_num_seqs, plan.limits.max_num_seqs),
-        _within("--max-num-batched-tokens", options.max_num_batched_tokens, plan.limits.max_num_batched_tokens),
-    )
+    seqs = _within("--max-num-seqs", options.max_num_seqs, plan.limits.max_num_seqs)
+    tokens = _within("--max-num-batched-tokens", options.max_num_batched_tokens, plan.limits.max_num_batched_tokens)
+    if tokens < seqs:
+        raise UsageError(
+            f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {seqs}: a step must hold a token of every "
+            f"sequence; raise it, or pass --max-num-seqs {tokens}"
+        )
+    return SchedulerLimits(plan.limits.max_model_len, seqs, tokens)
 
 
 def _within(flag: str, wanted: int | None, limit: int) -> int:
     if wanted is None:
         return limit
     if wanted < 1:
-        raise UsageError(f"{flag} is {wanted}, expected at least 1")
+        raise UsageError(f"{flag} is {wanted}; pass 1 to {limit}, or leave it out for the plan's {limit}")
     if wanted > limit:
         raise PlancError(
             f"{flag} {wanted} is above this plan's {limit}; pass at most that, or build with {flag} {wanted}"
@@ -199,7 +207,7 @@ def claim_port(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as e:
-        raise PlancError(f"--host {host}: {e.strerror or e}") from e
+        raise PlancError(f"--host {host}: {e.strerror or e}; pass an address of this machine, or 0.0.0.0") from e
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else each token waits 40 ms for an ACK

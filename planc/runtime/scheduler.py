@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from planc.runtime.errors import RequestError
-from planc.runtime.kv import BlockPool, block_digest
+from planc.runtime.kv import BlockPool, block_digest, root_digest
 from planc.runtime.sequence import Sequence, Status
 
 
@@ -122,8 +122,14 @@ class Scheduler:
         self.preemptions += 1
         insort(self.waiting, seq, key=_age)
 
+    def check_idle(self) -> None:
+        """Raise RuntimeError when pages are held although no sequence is running. Constant time."""
+        self.pool.check_counts()
+        if not self.running and self.pool.num_used:
+            raise RuntimeError(f"scheduler: no sequence is running, yet {self.pool.num_used} pages are held")
+
     def check_integrity(self) -> None:
-        """Raise RuntimeError when pages and sequences disagree; cheap enough to run whenever the engine is idle."""
+        """Raise RuntimeError when pages and sequences disagree. Looks at every page: for tests."""
         self.pool.check_integrity()
         held = {page for seq in self.running for page in seq.pages}
         if len(held) != self.pool.num_used or any(seq.pages for seq in self.waiting):
@@ -191,7 +197,7 @@ class Scheduler:
         size = self.pool.block_size
         while len(seq.digests) < blocks:
             at = len(seq.digests) * size
-            parent = seq.digests[-1] if seq.digests else seq.salt
+            parent = seq.digests[-1] if seq.digests else root_digest(seq.salt)
             seq.digests.append(block_digest(parent, seq.tokens[at : at + size]))
 
     def _release(self, seq: Sequence) -> None:

@@ -62,16 +62,18 @@ class SamplingParams:
             _check_range(name, getattr(self, name), low, high, open_low)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", param="min_tokens"
+                f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; lower it", param="min_tokens"
             )
         if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(f"stop: {len(self.stop)} strings, at most {MAX_STOP_STRINGS}", param="stop")
+            raise RequestError(f"stop: {len(self.stop)} strings; send at most {MAX_STOP_STRINGS}", param="stop")
         if any(not text for text in self.stop):
             raise RequestError("stop: an empty string stops nothing; leave it out", param="stop")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError("allowed_token_ids is empty: no token could be chosen", param="allowed_token_ids")
+            raise RequestError(
+                "allowed_token_ids is empty: no token could be chosen; leave it out", param="allowed_token_ids"
+            )
         if any(not math.isfinite(bias) for _, bias in self.logit_bias):
-            raise RequestError("logit_bias: every bias must be a finite number", param="logit_bias")
+            raise RequestError("logit_bias: send finite numbers only", param="logit_bias")
 
     @property
     def greedy(self) -> bool:

@@ -6,10 +6,10 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -41,9 +41,11 @@ from planc.runtime.tokenizer import Tokenizer, check_ids
 log = logging.getLogger("planc.server")
 
 MAX_BODY_BYTES = 32 * 2**20
-LONG_TEXT = 8192  # characters; encoding more than this takes milliseconds, so it is left to a thread
+LONG_BODY = 8192  # bytes; encoding more than this takes milliseconds, so it is left to a thread
 OPEN_PATHS = ("/health",)
 CLIENT_GONE = 499  # nginx's status for a client that left
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -70,22 +72,27 @@ class Service:
                 code="model_not_found",
             )
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text, without holding up the event loop."""
-        work = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(work) if len(text) > LONG_TEXT else work()
+    def encode(self, text: str, param: str = "prompt", *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text; RequestError naming `param` at once when it is far too long."""
+        self.tokenizer.check_fits(text, self.engine.limits.max_model_len, param)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    async def encode_chat(
+    def encode_prompts(self, body: CompletionRequest) -> list[list[int]]:
+        """Token ids of each prompt of a completion request."""
+        special = body.add_special_tokens
+        return [self.encode(p, add_special_tokens=special) if isinstance(p, str) else p for p in body.prompts()]
+
+    def encode_chat(
         self, messages: list[ChatMessage], variables: dict[str, Any], *, add_special_tokens: bool
     ) -> list[int]:
         """Token ids of a conversation as the model's template writes it."""
         text = self.tokenizer.render_chat([message.as_template_input() for message in messages], **variables)
-        return await self.encode(text, add_special_tokens=add_special_tokens)
+        return self.encode(text, "messages", add_special_tokens=add_special_tokens)
 
     def submit(self, body: GenerationRequest, prompts: list[list[int]], params: SamplingParams) -> Job:
         """Queue a request. RequestError leaves nothing behind."""
         if self.draining:
-            raise RequestError("the server is shutting down", status=503, code="shutting_down")
+            raise RequestError("the server is shutting down; try again later", status=503, code="shutting_down")
         job = Job(self.engine, prompts, params, body.samples, body.cache_salt or "")
         self.metrics.requested(body.samples)
         return job
@@ -115,12 +122,15 @@ def create_app(service: Service) -> ASGIApp:
 
 async def chat_completions(service: Service, request: Request) -> Any:
     """POST /v1/chat/completions."""
-    body = parse(ChatRequest, await _read(request))
+    raw = await _read(request)
+    body = parse(ChatRequest, raw)
     service.check_model(body.model)
     body.check()
     params = body.sampling(service.defaults)
-    variables = body.template_variables()
-    prompt = await service.encode_chat(body.messages, variables, add_special_tokens=body.add_special_tokens)
+    encode = partial(
+        service.encode_chat, body.messages, body.template_variables(), add_special_tokens=body.add_special_tokens
+    )
+    prompt = await _aside(len(raw), encode)
     job = service.submit(body, [prompt], params)
     form = ChatFormat(service.model_name, service.fingerprint, service.tokenizer)
     return await _respond(request, body, job, form, body.samples)
@@ -128,13 +138,11 @@ async def chat_completions(service: Service, request: Request) -> Any:
 
 async def completions(service: Service, request: Request) -> Any:
     """POST /v1/completions."""
-    body = parse(CompletionRequest, await _read(request))
+    raw = await _read(request)
+    body = parse(CompletionRequest, raw)
     service.check_model(body.model)
     body.check()
-    prompts: list[list[int]] = []
-    for prompt in body.prompts():
-        special = body.add_special_tokens
-        prompts.append(await service.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt)
+    prompts = await _aside(len(raw), partial(service.encode_prompts, body))
     room = service.engine.limits.max_model_len - max(map(len, prompts))
     job = service.submit(body, prompts, body.sampling(service.defaults, room))
     texts = [p if isinstance(p, str) else service.tokenizer.decode(p) for p in body.prompts()] if body.echo else []
@@ -143,12 +151,17 @@ async def completions(service: Service, request: Request) -> Any:
     return await _respond(request, body, job, form, len(prompts) * body.samples)
 
 
+async def _aside(size: int, work: Callable[[], T]) -> T:
+    """The result of `work`, which a thread does when the request's body is long: others must not wait for it."""
+    return await asyncio.to_thread(work) if size > LONG_BODY else work()
+
+
 async def _respond(request: Request, body: GenerationRequest, job: Job, form: Format, choices: int) -> Any:
     if body.stream:
         return EventStream(job, form.events(job, choices, body.stream_options or StreamOptions()))
     outputs = await job.collect(request.receive)
     if any(output.finish_reason == "abort" for output in outputs):
-        raise RequestError("the server stopped, or the client left, before the response was whole", status=503)
+        raise RequestError("the server stopped before the response was whole; send the request again", status=503)
     return JSONResponse(form.whole(job, outputs))
 
 
@@ -165,15 +178,19 @@ async def model(service: Service, request: Request) -> Response:
 
 async def tokenize(service: Service, request: Request) -> Response:
     """POST /tokenize, as vLLM has it."""
-    body = parse(TokenizeRequest, await _read(request))
+    raw = await _read(request)
+    body = parse(TokenizeRequest, raw)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise RequestError("expected either prompt or messages", param="prompt")
+        raise RequestError("expected either prompt or messages; send one of them", param="prompt")
     if body.messages is not None:
         variables = {"add_generation_prompt": body.add_generation_prompt}
-        tokens = await service.encode_chat(body.messages, variables, add_special_tokens=bool(body.add_special_tokens))
+        special = bool(body.add_special_tokens)
+        encode = partial(service.encode_chat, body.messages, variables, add_special_tokens=special)
     else:
-        tokens = await service.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+        special = body.add_special_tokens is not False
+        encode = partial(service.encode, body.prompt or "", add_special_tokens=special)
+    tokens = await _aside(len(raw), encode)
     texts = [service.tokenizer.raw.id_to_token(token) for token in tokens] if body.return_token_strs else None
     limit = service.engine.limits.max_model_len
     return JSONResponse({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": texts})
@@ -243,7 +260,9 @@ class _Gate:
 
 
 def _unauthorized() -> Response:
-    error = RequestError("wrong or missing API key", status=401, code="invalid_api_key")
+    error = RequestError(
+        "wrong or missing API key; send it as Authorization: Bearer KEY", status=401, code="invalid_api_key"
+    )
     return JSONResponse(error_body(error), 401, {"WWW-Authenticate": "Bearer"})
 
 
@@ -253,7 +272,7 @@ async def _read(request: Request) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
+            raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes; send a shorter one", status=413)
     return bytes(body)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.models import BPE
 
 from planc.errors import PlancError
 from planc.runtime.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -17,6 +18,7 @@ from planc.runtime.errors import RequestError
 if TYPE_CHECKING:
     from planc.runtime.template import ChatTemplate
 
+LONG_TEXT = 8192  # characters; encoding more than this takes milliseconds
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -85,8 +87,31 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of text. With add_special_tokens, what the model wants around a text, but never a second BOS."""
-        ids: list[int] = self.raw.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) > LONG_TEXT:  # encode keeps other threads waiting to its end, encode_batch lets them run
+            ids: list[int] = self.raw.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        else:
+            ids = self.raw.encode(text, add_special_tokens=add_special_tokens).ids
         return self._one_bos(ids, text) if add_special_tokens else ids
+
+    def check_fits(self, text: str, max_tokens: int, param: str) -> None:
+        """Raise RequestError, without encoding it, when a text is too long for max_tokens of the longest token."""
+        if len(text) <= LONG_TEXT or self.longest_token is None or len(text) <= max_tokens * self.longest_token:
+            return
+        raise RequestError(
+            f"the text has {len(text)} characters, but the maximum context length is {max_tokens} tokens, each of at "
+            f"most {self.longest_token} characters; shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+    @cached_property
+    def longest_token(self) -> int | None:
+        """Characters that one token can stand for at most; None when an unknown token may swallow any number."""
+        model: Any = self.raw.model
+        one_by_one = isinstance(model, BPE) and not model.fuse_unk
+        if not one_by_one and not getattr(model, "byte_fallback", False):
+            return None
+        return max(map(len, self.raw.get_vocab()), default=None)  # stand-ins for bytes are as many as the bytes
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids that the tokenizer does not know give nothing."""
@@ -161,9 +186,9 @@ class Tokenizer:
 
 def check_ids(ids: Sequence[int], vocab_size: int) -> None:
     """Raise RequestError when a token id is outside [0, vocab_size)."""
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise RequestError(f"prompt: token id {token} is outside [0, {vocab_size})", param="prompt")
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        token = next(token for token in ids if not 0 <= token < vocab_size)
+        raise RequestError(f"prompt: token id {token} is outside [0, {vocab_size})", param="prompt")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

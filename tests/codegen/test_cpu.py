@@ -2,6 +2,7 @@
 
 import ctypes
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,41 @@ def test_a_changed_source_or_header_misses(tmp_path: Path, monkeypatch) -> None:
         (tmp_path / "include/planc" / header.name).write_text(header.read_text() + "\n")
     monkeypatch.setattr(cpu, "INCLUDE", tmp_path / "include")
     assert build(tmp_path / "three")[1] == ["a", "b"]
+
+
+def test_another_compiler_command_misses(tmp_path: Path, monkeypatch) -> None:
+    """The command may hold flags of its own, such as -ffast-math."""
+    build(tmp_path / "one")
+    command = " ".join(compiler().command)
+    monkeypatch.setenv("CXX", f"{command} -ffast-math")
+    compiler.cache_clear()
+    assert build(tmp_path / "two")[1] == ["a", "b"]
+    monkeypatch.setenv("CXX", command)
+    compiler.cache_clear()
+    assert build(tmp_path / "three")[1] == []
+
+
+def test_the_cache_is_for_its_owner_alone(tmp_path: Path) -> None:
+    build(tmp_path / "one")
+    for folder in ("cache", "cache/kernels"):
+        assert (tmp_path / folder).stat().st_mode & 0o777 == 0o700
+
+
+def test_an_interrupt_cancels_what_waits(tmp_path: Path, monkeypatch) -> None:
+    started: list[str] = []
+
+    def compile_(name: str, *rest: object) -> None:
+        started.append(name)
+        time.sleep(0.01)
+
+    def interrupt(done: int, total: int, name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cpu, "_compile", compile_)
+    sources = {f"k{i}.cpp": "" for i in range(200)}
+    with pytest.raises(KeyboardInterrupt):
+        build_library(sources, PORTABLE, tmp_path / "k", progress=interrupt)
+    assert len(started) < 100
 
 
 def test_the_folder_compiles_by_hand(tmp_path: Path) -> None:

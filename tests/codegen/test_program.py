@@ -183,3 +183,11 @@ def test_an_unused_weight_is_not_asked_for() -> None:
     graph: Graph = parse_graph(TEXT)
     spare = Weight(Value("spare", graph.types["norm"]), load("spare", "f32", (8,)))
     assert "spare" not in program(replace(graph, weights=(spare, *graph.weights)), PORTABLE, LIMITS).weights
+
+
+def test_two_kernels_of_one_name_are_an_error() -> None:
+    made = program(parse_graph(TEXT), PORTABLE, LIMITS)
+    first, last = made.launches[0], made.launches[-1]
+    clash = replace(last, kernel=replace(last.kernel, name=first.kernel.name))
+    with pytest.raises(AssertionError, match=first.kernel.name):
+        _ = replace(made, launches=(*made.launches, clash)).kernels

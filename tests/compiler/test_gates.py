@@ -1,8 +1,10 @@
 """The self-test: it passes real kinds of models, shrinks large ones, and each gate catches what it is there for."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +16,29 @@ from planc.compiler import gates
 from planc.compiler.ir.graph import Node
 from planc.compiler.lift import Lifted
 from planc.compiler.shrink import shrunk
+from planc.compiler.source import open_source
+from planc.compiler.trace import trace
 from planc.errors import PlancError
-from tests.models import config_of
+from tests.models import config_of, tiny
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+def own_code(root: Path) -> Path:
+    """A model folder whose config and model classes lie in the folder itself."""
+    folder = tiny("llama", root, tokenizer=False)
+    (folder / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3_text", "gpt2"])
@@ -64,13 +82,13 @@ def test_a_head_size_that_is_tied_to_something_else_is_kept() -> None:
 @cache
 def _right() -> tuple[Any, Lifted]:
     with torch.no_grad():
-        return gates._small(config_of("mistral", num_hidden_layers=1, rms_norm_eps=1e-6))
+        return gates._small(config_of("mistral", num_hidden_layers=1, rms_norm_eps=1e-6), False)
 
 
 def _changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[Node], Node]) -> None:
     model, made = _right()
-    wrong = Lifted(made.graph.map_nodes(change), made.constants)
-    monkeypatch.setattr(gates, "_small", lambda config: (model, wrong))
+    wrong = Lifted(made.graph.map_nodes(change))
+    monkeypatch.setattr(gates, "_small", lambda config, trust: (model, wrong))
 
 
 MISTAKES: dict[str, Callable[[Node], Node]] = {
@@ -92,10 +110,19 @@ def test_wrong_logits_are_found(monkeypatch: pytest.MonkeyPatch, mistake: str) -
 
 
 def test_tokens_that_mix_outside_of_attention_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gates, "_lifted", lambda config, model: None)
+    monkeypatch.setattr(gates, "_lifted", lambda config, model, trust: None)
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x + 0.1 * x.roll(1, 1))
     with pytest.raises(PlancError, match="tokens mix outside of attention"):
         gates.self_test(config_of("llama", num_hidden_layers=1))
+
+
+def test_a_model_of_its_own_code_is_built_when_trusted(tmp_path: Path) -> None:
+    folder = own_code(tmp_path)
+    with open_source(str(folder), trust_remote_code=True) as source:
+        assert gates.self_test(source.config(), trust_remote_code=True) <= 1e-5
+        assert trace(source.config(), trust_remote_code=True).graph
+        with pytest.raises(PlancError, match="--trust-remote-code"):
+            trace(source.config())
 
 
 def test_the_random_stream_and_the_registries_are_left_alone() -> None:

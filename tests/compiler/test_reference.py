@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from planc.compiler import reference
 from planc.compiler.reference import StreamedModel, reference_logits
-from planc.compiler.source import ModelSource, bind, meta_model, open_source
+from planc.compiler.source import ModelSource, bind, new_model, open_source
 from planc.compiler.source.buffers import real_buffers
 from planc.errors import PlancError
 from tests.models import ARCHS, tiny
@@ -88,7 +89,7 @@ def test_buffers_are_those_of_a_real_model(arch: str, tmp_path: Path) -> None:
     folder = tiny(arch, tmp_path, tokenizer=False)
     expected = dict(AutoModelForCausalLM.from_pretrained(folder).named_buffers())
     with open_source(str(folder)) as source:
-        model = meta_model(source.config())
+        model = new_model(source.config())
         made = real_buffers(model, source, bind(model, source))
     assert set(made) == set(expected)
     assert all(torch.equal(made[name], value) for name, value in expected.items())
@@ -200,3 +201,32 @@ def test_real_model_speaks(model: str, ids: list[int], bound: float) -> None:
     scores = torch.from_numpy(logits).log_softmax(-1).numpy()
     assert np.exp(-scores[np.arange(len(ids) - 1), ids[1:]].mean()) < bound
     assert logits[-3].argmax() == ids[-2]
+
+
+def test_stored_dtypes_are_converted_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny("llama", tmp_path, tokenizer=False, dtype="bfloat16")
+    with open_source(str(folder)) as source:
+        expected = streamed(source)
+        assert any(info.dtype == "bf16" for info in source.tensors.values())
+        monkeypatch.setattr(source, "read", lambda name: pytest.fail(f"{name} was read whole"))
+        for found, wanted in zip(streamed(source), expected, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+    for found, wanted in zip(expected, plain(folder, torch.float32), strict=True):
+        assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+def test_a_module_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    with open_source(str(tiny("llama", tmp_path, tokenizer=False))) as source:
+        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x @ x)
+        with pytest.raises(PlancError, match=r"LlamaForCausalLM failed while it computed hidden states: .*--reference"):
+            streamed(source)
+
+
+def test_threads_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "usable_cpus", lambda: 1)
+    before = torch.get_num_threads()
+    with reference._threads(None):
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before

@@ -78,13 +78,26 @@ def test_no_chat_template(tmp_path: Path) -> None:
     ]
 
 
-def test_named_templates(tmp_path: Path) -> None:
+def test_of_named_templates_only_the_default_is_kept(tmp_path: Path) -> None:
     folder = tiny("llama", tmp_path)
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates/tool_use.jinja").write_text("tools")
     saved(str(folder), tmp_path / "out")
-    assert (tmp_path / "out/additional_chat_templates/tool_use.jinja").read_text() == "tools"
     assert (tmp_path / "out/chat_template.jinja").is_file()
+    assert not (tmp_path / "out/additional_chat_templates").exists()
+
+
+def test_a_template_cannot_name_a_file_to_write(tmp_path: Path) -> None:
+    folder = tiny("llama", tmp_path, chat_template=False)
+    config = load(folder / "tokenizer_config.json")
+    config["chat_template"] = [
+        {"name": "../../evil", "template": "x"},
+        {"name": "default", "template": "{{ messages }}"},
+    ]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    saved(str(folder), tmp_path / "deep/out")
+    assert (tmp_path / "deep/out/chat_template.jinja").read_text() == "{{ messages }}"
+    assert not list(tmp_path.rglob("evil*"))
 
 
 def test_truncation_and_padding_are_dropped(tmp_path: Path) -> None:

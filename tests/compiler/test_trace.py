@@ -65,9 +65,22 @@ def test_buffers_are_those_of_a_model_built_on_the_cpu(arch: str) -> None:
 
 
 def test_a_buffer_that_its_module_does_not_make_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modeling_llama.LlamaPreTrainedModel, "_init_weights", lambda self, module: None)
-    with pytest.raises(PlancError, match=r"buffer model.rotary_emb.inv_freq .* not make it again"):
+    original = modeling_llama.LlamaRMSNorm.__init__
+
+    def init(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.register_buffer("odd", torch.ones(3), persistent=False)
+
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "__init__", init)
+    with pytest.raises(PlancError, match=r"buffer model.layers.0.input_layernorm.odd of LlamaForCausalLM: neither"):
         trace(small())
+
+
+def test_a_buffer_that_is_not_initialised_comes_from_building_its_module_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = {b.name: b.value for b in trace(small()).buffers.values()}
+    monkeypatch.setattr(modeling_llama.LlamaPreTrainedModel, "_init_weights", lambda self, module: None)
+    for buffer in trace(small()).buffers.values():
+        assert torch.equal(buffer.value, expected[buffer.name])
 
 
 def test_tied_parameters_have_all_their_names() -> None:
@@ -208,14 +221,15 @@ def test_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arch", "fields", "message"),
     [
-        ("bloom", dict(n_layer=1), "takes no position_ids"),
+        ("bloom", dict(n_layer=1), r"BloomForCausalLM \(model type bloom, module .*modeling_bloom\).*no position_ids"),
+        ("mamba2", dict(num_hidden_layers=1), r"Mamba2ForCausalLM .*mamba2.modeling_mamba2\).*no position_ids"),
         ("gpt_neo", dict(num_layers=2, attention_types=[[["global", "local"], 1]]), "attention interface"),
     ],
 )
 def test_models_without_the_hooks_are_refused(arch: str, fields: dict[str, Any], message: str) -> None:
     from transformers import AutoConfig
 
-    with pytest.raises(PlancError, match=message):
+    with pytest.raises(PlancError, match=f"(?s){message}.*run it with transformers"):
         trace(AutoConfig.for_model(arch, hidden_size=64, vocab_size=99, **fields))
 
 

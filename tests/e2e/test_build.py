@@ -3,13 +3,17 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from planc.cli import main
 from planc.plans import store
 from planc.plans.check import check
 from planc.plans.diff import diff
@@ -20,16 +24,33 @@ from tests.models import tiny
 SMALL = ("--dtype", "f32", "--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--reference", "none")
 
 
-def planc(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def planc(*args: object) -> Done:
+    """Runs a command in this process, as the console script would: heavy imports are paid once."""
+    result = CliRunner().invoke(main, [*map(str, args)], prog_name="planc")
+    return Done(result.exit_code, result.stdout, result.stderr)
+
+
+def planc_process(*args: object, **env: str) -> Done:
+    """Runs a command in a process of its own."""
     command = [sys.executable, "-m", "planc", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | env)
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
-def build(model: Path, out: Path, *flags: object) -> subprocess.CompletedProcess[str]:
+def build(model: Path, out: Path, *flags: object) -> Done:
     return planc("build", "--model", model, "-o", out, *SMALL, *flags)
 
 
-def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+def refused(done: Done, code: int, *words: str) -> None:
     """One line on stderr, no traceback, the exit code, and all the words."""
     assert done.returncode == code, done.stderr
     last = done.stderr.strip().splitlines()[-1]
@@ -43,7 +64,9 @@ def test_the_same_inputs_give_the_same_bytes(model, plan, tmp_path: Path) -> Non
     moved = tmp_path / "elsewhere" / "llama-0"
     shutil.copytree(model("llama"), moved)
     flags = ("--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--reference", "none", "--dtype", "f32")
-    cold = planc("build", "--model", moved, "-o", tmp_path / "again", *flags, PLANC_CACHE_DIR=str(tmp_path / "cache"))
+    cold = planc_process(
+        "build", "--model", moved, "-o", tmp_path / "again", *flags, PLANC_CACHE_DIR=str(tmp_path / "cache")
+    )
     assert cold.returncode == 0, cold.stderr
     assert diff(first, tmp_path / "again") == []
     for path in sorted(p for p in first.rglob("*") if p.is_file()):
@@ -202,17 +225,15 @@ def test_a_full_disk_leaves_nothing(model, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupt_leaves_nothing(model, tmp_path: Path) -> None:
-    import signal
-    import time
-
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_nothing(model, tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "planc", "build", "--model", str(model("llama")), "-o", str(tmp_path / "plan")]
     env = os.environ | {"PLANC_CACHE_DIR": str(tmp_path / "cache")}
     process = subprocess.Popen([*command, *SMALL], stderr=subprocess.PIPE, text=True, env=env)
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob(".plan.*.building/kernels")) and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert err.strip().splitlines()[-1] == "planc: interrupted"

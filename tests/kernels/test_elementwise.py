@@ -28,6 +28,9 @@ OTHERS = {
     "one row": case("add", f32("T", 4), f32(1, 4)),
     "vector": case("add", f32("T"), f32("T")),
     "positions": case("add", i32("T"), scalar=2),
+    "bound": case("maximum", f32("T", 5), scalar=-0.5),
+    "large number": case("add", i32("T"), scalar=2**24 + 1),
+    "largest number": case("minimum", i32("T"), scalar=2**31 - 1),
     "to float": case("cast", i32("T"), dtype="f32"),
     "to int": case("cast", f32("T", 3), dtype="i32"),
     "sum": case("sum", f32("T", 3, 70)),
@@ -50,6 +53,7 @@ TAKE = {
     "wide rows": case("take_rows", f32("T", 2, 3, layout="strides:11,3"), i32("R")),
 }
 CASES |= TAKE
+NAN_KEEPERS = ("relu", "act relu", "act relu2", "maximum of two", "minimum of two", "bound", "softplus", "silu")
 
 
 def arrays(c: Case, rows: int) -> list[np.ndarray]:
@@ -129,6 +133,37 @@ def test_ends_of_the_range(library: Library) -> None:
     np.testing.assert_array_equal(s[:5], [0, 1, np.nan, 0, 1])
     for got, at_zero in ((e, 1), (t, 0), (s, 0.5)):
         assert (got[7:] == at_zero).all()
+
+
+@pytest.mark.parametrize("name", ["large number", "largest number"])
+def test_whole_numbers_are_exact(library: Library, name: str) -> None:
+    c = CASES[name]
+    given = np.array([0, 5, 7], np.int32)
+    (got,) = library.run(c, [given], 3)
+    np.testing.assert_array_equal(got, given + (2**24 + 1) if c.op == "add" else given)
+
+
+@pytest.mark.parametrize("name", NAN_KEEPERS)
+def test_nan_stays_a_nan(library: Library, name: str) -> None:
+    c = CASES[name]
+    given = [random(3, *(int(d) for d in t.shape[1:]), seed=i) for i, t in enumerate(c.types)]
+    for x in given:
+        clean = x.copy()
+        x[1] = np.nan
+        (got,) = library.run(c, given, 3)
+        assert np.isnan(got[1]).all()
+        assert not np.isnan(got[[0, 2]]).any()
+        x[:] = clean
+
+
+def test_amax_finds_a_nan_anywhere(library: Library) -> None:
+    c = CASES["amax"]
+    width = int(c.types[0].shape[-1])
+    x = np.ones((3, *(int(d) for d in c.types[0].shape[1:])), np.float32)
+    for i in range(width):
+        x[..., i] = np.nan
+        assert np.isnan(library.run(c, [x], 3)[0]).all()
+        x[..., i] = 1
 
 
 def test_guards_notice_a_write(library: Library) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from planc.runtime.protocol import MAX_CHOICES, MAX_SAMPLES
 from planc.runtime.server import MAX_BODY_BYTES
-from tests.runtime.live import VOCAB, events, make_service, serving
+from tests.runtime.live import TOKENIZER, VOCAB, events, make_service, serving
 
 CHAT = {"messages": [{"role": "user", "content": "fox"}], "max_tokens": 4}
 TEXT = {"prompt": "fox", "max_tokens": 4}
@@ -163,6 +163,20 @@ def test_nan_and_infinity_are_refused(client):
 
 def test_body_too_large(client):
     refused(client.post("/v1/completions", content=b" " * (MAX_BODY_BYTES + 1)), 413)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(client, monkeypatch, path):
+    """30 MB would take most of a minute to encode."""
+    assert TOKENIZER.longest_token is not None  # kept from here on
+    monkeypatch.setattr(TOKENIZER, "raw", None)  # whoever encodes fails
+    chat = "chat" in path
+    text = "fox jumps " * 3_000_000
+    body = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    error = refused(client.post(path, json=body))
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages" if chat else "prompt")
+    assert "64 tokens" in error["message"]
+    monkeypatch.undo()
 
 
 def test_unknown_model_path_and_method(client):

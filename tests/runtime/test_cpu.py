@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planc.errors import PlancError
-from planc.plans.store import load
+from planc.errors import PlancError, UsageError
+from planc.plans.store import load, sha256
 from planc.runtime.cpu import CpuExecutor, available_cpus, kv_blocks
 from planc.runtime.engine import Engine
 from planc.runtime.scheduler import SchedulerLimits
@@ -23,9 +23,14 @@ def root(tmp_path):
     return tmp_path
 
 
-def test_engine_over_the_library(root):
+@pytest.fixture
+def plan(root):
+    return load(root)
+
+
+def test_engine_over_the_library(root, plan):
     """Chunked, batched and preempted: what the C model reads back is what was written."""
-    executor = CpuExecutor(root, PLAN, num_blocks=10, num_threads=1)
+    executor = CpuExecutor(root, plan, num_blocks=10, num_threads=1)
     engine = Engine(executor, Tokenizer.load(root / "tokenizer"), SchedulerLimits(MAX_LEN, MAX_SEQS, MAX_TOKENS))
     prompts = [[11 + i] * (1 + 9 * i) for i in range(8)]
     outputs = engine.generate(prompts, SamplingParams(max_tokens=40, temperature=0))
@@ -40,8 +45,8 @@ def test_engine_over_the_library(root):
         executor.step(None)
 
 
-def test_logits_are_a_view_of_the_arena(root):
-    executor = CpuExecutor(root, PLAN, num_blocks=2, num_threads=1)
+def test_logits_are_a_view_of_the_arena(root, plan):
+    executor = CpuExecutor(root, plan, num_blocks=2, num_threads=1)
     assert executor._logits.shape == (MAX_SEQS, PLAN.limits.vocab_size)
     assert executor._logits.ctypes.data % 64 == 0
     executor.close()
@@ -58,32 +63,60 @@ def test_weights_are_mapped_read_only(root):
     assert all(line.split()[1] == "r--s" for line in mine)
 
 
-def test_targets_this_cpu_lacks_are_refused_by_name(root, monkeypatch):
+def test_targets_this_cpu_lacks_are_refused_by_name(root, plan, monkeypatch):
     monkeypatch.setattr("planc.plans.host.cpu_flags", lambda: frozenset({"avx2"}))
     with pytest.raises(PlancError, match=r"cpu:x86-64-v4\+vnni, but this CPU lacks .*avx512_vnni"):
-        CpuExecutor(root, replace(PLAN, target="cpu:x86-64-v4+vnni"), 2)
+        CpuExecutor(root, replace(plan, target="cpu:x86-64-v4+vnni"), 2)
     with pytest.raises(PlancError, match="cuda:sm_90a; this runtime serves cpu"):
-        CpuExecutor(root, replace(PLAN, target="cuda:sm_90a"), 2)
+        CpuExecutor(root, replace(plan, target="cuda:sm_90a"), 2)
 
 
-def test_unfit_plans_are_named(root):
+def with_library(root, plan, name):
+    """The plan with another library, hashed if it is there."""
+    path = root / name
+    files = {**plan.files, name: sha256(path) if path.is_file() else ""}
+    return replace(plan, program=replace(plan.program, library=name), files=files)
+
+
+def test_unfit_plans_are_named(root, plan):
     with pytest.raises(PlancError, match="--weights none"):
-        CpuExecutor(root, replace(PLAN, weight_files=(), options=replace(PLAN.options, weights="none")), 2)
+        CpuExecutor(root, replace(plan, weight_files=(), options=replace(plan.options, weights="none")), 2)
     with pytest.raises(PlancError, match=r"rank1\.safetensors is missing"):
-        CpuExecutor(root, replace(PLAN, weight_files=("weights/rank1.safetensors",)), 2)
-    program = replace(PLAN.program, weights=("other", "nowhere"))
+        CpuExecutor(root, replace(plan, weight_files=("weights/rank1.safetensors",)), 2)
+    program = replace(plan.program, weights=("other", "nowhere"))
     with pytest.raises(PlancError, match="'nowhere' is missing"):
-        CpuExecutor(root, replace(PLAN, program=program), 2)
+        CpuExecutor(root, replace(plan, program=program), 2)
     with pytest.raises(PlancError, match="5000 threads"):
-        CpuExecutor(root, PLAN, 2, num_threads=5000)
+        CpuExecutor(root, plan, 2, num_threads=5000)
     (root / "kernels/other.so").write_bytes(b"\x7fELF nonsense")
     for name in ("kernels/other.so", "kernels/none.so"):
         with pytest.raises(PlancError, match="cannot be loaded"):
-            CpuExecutor(root, replace(PLAN, program=replace(PLAN.program, library=name)), 2)
+            CpuExecutor(root, with_library(root, plan, name), 2)
 
 
-def test_a_flipped_byte_of_the_code_is_found_before_it_runs(root):
-    plan = load(root)
+def test_code_outside_the_plan_or_without_a_hash_does_not_run(root, plan):
+    for name in ("/tmp/model.so", "../model.so", "kernels/../../model.so", ""):
+        with pytest.raises(PlancError, match="expected a relative path below the plan"):
+            CpuExecutor(root, with_library(root, plan, name), 2)
+    files = {name: digest for name, digest in plan.files.items() if name != plan.program.library}
+    for without in (files, {}):
+        with pytest.raises(PlancError, match=r"has no hash of kernels/model\.so"):
+            CpuExecutor(root, replace(plan, files=without), 2)
+
+
+def test_a_plan_that_is_not_sealed_yet_runs_without_hashes(root, plan):
+    """As in a build, which writes the manifest last."""
+    (root / "plan.json").unlink()
+    CpuExecutor(root, replace(plan, files={}), 2).close()
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_threads_below_one_are_refused(root, plan, count):
+    with pytest.raises(UsageError, match=f"--threads is {count}, expected at least 1"):
+        CpuExecutor(root, plan, 2, num_threads=count)
+
+
+def test_a_flipped_byte_of_the_code_is_found_before_it_runs(root, plan):
     path = root / "kernels/model.so"
     damaged = bytearray(path.read_bytes())
     damaged[len(damaged) // 2] ^= 1
@@ -116,6 +149,12 @@ def test_kv_blocks():
             kv_blocks(PLAN, memory, 4)
 
 
+def test_kv_blocks_stay_within_int32_slots():
+    """A slot is page * block_size + offset, in an int32."""
+    plan = replace(PLAN, limits=replace(PLAN.limits, max_model_len=2**20), kv=replace(PLAN.kv, page_bytes=1))
+    assert kv_blocks(plan, 2**40, 2**13) * BLOCK == 2**31 - BLOCK
+
+
 def test_available_cpus_honours_the_quota(tmp_path, monkeypatch):
     quota = tmp_path / "cpu.max"
     monkeypatch.setattr("planc.runtime.cpu.CPU_QUOTA", quota)
@@ -126,7 +165,7 @@ def test_available_cpus_honours_the_quota(tmp_path, monkeypatch):
         assert available_cpus() == count
 
 
-def test_arena_starts_zeroed(root):
-    executor = CpuExecutor(root, PLAN, num_blocks=2, num_threads=1)
+def test_arena_starts_zeroed(root, plan):
+    executor = CpuExecutor(root, plan, num_blocks=2, num_threads=1)
     assert not np.any(executor._logits)
     executor.close()

@@ -266,6 +266,47 @@ def test_pages_of_a_failed_prefill_are_not_trusted():
         assert list(output.token_ids) == reference(prompt, 6, hashed_logits(VOCAB))
 
 
+def test_blocks_of_a_sequence_that_waits_for_a_failed_one_are_not_trusted():
+    """It shares the culprit's prefix, so it is preempted; its own blocks were scheduled, but never computed."""
+
+    def poison(batch):
+        if 299 in batch.ids:
+            raise RuntimeError("boom")
+
+    shared = list(range(4))
+    waits = [*shared, *range(50, 63)]
+    alike = [*waits[:13], 7, 8, 9]
+    e = engine(FakeExecutor(before=poison, vocab_size=VOCAB), tokens=200)
+    outputs = e.generate([[*shared, 299], waits], greedy(6))
+    assert [o.finish_reason for o in outputs] == ["error", "length"]
+    for prompt, output in zip([waits, waits, alike], [outputs[1], *e.generate([waits, alike], greedy(6))], strict=True):
+        assert list(output.token_ids) == reference(prompt, 6, hashed_logits(VOCAB))
+    e.scheduler.check_integrity()
+
+
+def test_a_prompt_far_too_long_is_refused_by_its_length_alone():
+    class Prompt(list):
+        def __iter__(self):
+            raise AssertionError("its ids were looked at")
+
+    with pytest.raises(RequestError, match="65 in the prompt"):
+        engine(model_len=64).resolve(Prompt([VOCAB] * 65), greedy())
+
+
+def test_the_idle_check_of_a_large_cache_takes_no_time_and_notices_a_leak():
+    started = time.perf_counter()
+    e = engine(FakeExecutor(2**19, 1, VOCAB))
+    e.generate([[1]], greedy(1))
+    assert time.perf_counter() - started < 0.5
+    started = time.perf_counter()
+    for _ in range(1000):
+        e.scheduler.check_idle()
+    assert time.perf_counter() - started < 0.1
+    e.pool.allocate(1)
+    with pytest.raises(RuntimeError, match="1 pages are held"):
+        e.scheduler.check_idle()
+
+
 def test_a_model_that_always_fails_makes_the_engine_unhealthy():
     def fail(batch):
         raise RuntimeError("broken")

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from planc.runtime.kv import BlockPool, block_digest
+from planc.runtime.kv import BlockPool, block_digest, root_digest
 
 
 def chain(tokens: list[int], size: int) -> list[bytes]:
@@ -78,11 +78,31 @@ def test_forget_makes_cached_pages_free():
     pool.register(pages[0], b"x")
     pool.register(pages[1], b"y")
     pool.release(pages[:1])
-    pool.reset_cache()
+    pool.forget(pages)
     assert pool.match([b"x"]) == pool.match([b"y"]) == []
     pool.release(pages[1:])
     pool.check_integrity()
     assert pool.num_available == 2
+
+
+def test_a_salt_cannot_pose_as_a_block():
+    block = block_digest(root_digest(b""), [1, 2])
+    assert root_digest(block) != block
+    assert block_digest(root_digest(block), [3, 4]) != block_digest(block, [3, 4])
+    assert root_digest(b"") != root_digest(b"a")
+
+
+@pytest.mark.parametrize("damage", ["leak", "double"])
+def test_counts_alone_show_a_lost_or_doubled_page(damage):
+    pool = BlockPool(4, 2)
+    pool.allocate(2)
+    pool.check_counts()
+    if damage == "leak":
+        pool._free.pop()
+    else:
+        pool._free.append(0)
+    with pytest.raises(RuntimeError, match="expected 4 together"):
+        pool.check_counts()
 
 
 @pytest.mark.parametrize("damage", ["leak", "double", "digest"])

@@ -118,6 +118,9 @@ def test_small_cache_lowers_the_context_and_says_so(plan, caplog):
         ({"max_num_seqs": 5}, PlancError, "--max-num-seqs 5 is above this plan's 4"),
         ({"max_num_batched_tokens": 33}, PlancError, "--max-num-batched-tokens 33 is above this plan's 32"),
         ({"max_num_seqs": 0}, UsageError, "--max-num-seqs is 0"),
+        ({"max_num_batched_tokens": 3}, UsageError, "--max-num-batched-tokens 3 is less than --max-num-seqs 4"),
+        ({"api_key": ""}, UsageError, "--api-key is empty"),
+        ({"api_key": " key"}, UsageError, "--api-key"),
         ({"kv_cache_memory_bytes": 1}, PlancError, "needs at least"),
         ({"memory_utilization": 1.5}, UsageError, "--memory-utilization"),
         ({"port": 70000}, UsageError, "--port"),
@@ -127,6 +130,19 @@ def test_small_cache_lowers_the_context_and_says_so(plan, caplog):
 def test_refusals_name_the_flag(plan, flags, error, match):
     with pytest.raises(error, match=match):
         load(RunOptions(plan, **flags))
+
+
+def test_a_step_may_hold_one_token_of_each_sequence(plan):
+    loaded = load(RunOptions(plan, max_num_batched_tokens=3, max_num_seqs=3))
+    assert loaded.engine.limits.max_num_batched_tokens == 3
+    loaded.engine.close()
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../weights.safetensors", "weights/../../w", ""])
+def test_files_outside_the_plan_are_refused(tmp_path, name):
+    write_plan(tmp_path, weight_files=(name,))
+    with pytest.raises(PlancError, match="expected a relative path below the plan"):
+        load(RunOptions(tmp_path))
 
 
 def test_port_in_use_and_bad_host_are_known_before_loading(tmp_path):

@@ -100,6 +100,20 @@ def test_salt_and_disabled_caching_keep_prefixes_apart():
         assert sched.prefix_hits == 0
 
 
+def test_a_salt_that_spells_a_prefix_does_not_open_it():
+    """Another client's blocks must not be found by who names their digest as its salt."""
+    sched, rng = scheduler(), random.Random(0)
+    secret = sequence(0, range(13), max_tokens=1)
+    secret.salt = b"secret"
+    sched.add(secret)
+    run_step(sched, rng)
+    thief = sequence(1, range(4, 13), max_tokens=1)
+    thief.salt = secret.digests[0]
+    sched.add(thief)
+    run_step(sched, rng)
+    assert thief.cached == 0
+
+
 def test_newest_is_preempted_and_comes_back_first():
     sched, rng = scheduler(blocks=6, size=4, model_len=24, caching=False), random.Random(0)
     old, new = sequence(0, [1] * 8, max_tokens=12), sequence(1, [2] * 7, max_tokens=8)

@@ -1,6 +1,8 @@
 """The tokenizer folder: one BOS, every EOS, bytes of tokens, templates as transformers renders them."""
 
 import json
+import threading
+import time
 
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
@@ -157,3 +159,38 @@ def test_encodes_like_the_library():
     raw = RawTokenizer(models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     assert Tokenizer(raw).encode("a b c") == [0, 1, 2]
+
+
+def test_text_longer_than_the_longest_token_times_the_context_does_not_fit():
+    tokenizer = tiny_tokenizer(300)
+    longest = max(range(300), key=lambda i: len(tokenizer.token_text(i)))
+    length = len(tokenizer.token_text(longest))
+    assert length <= tokenizer.longest_token
+    tokenizer.check_fits(tokenizer.token_text(longest) * 10_000, 10_000, "prompt")
+    with pytest.raises(RequestError, match="maximum context length is 10 tokens") as refused:
+        tokenizer.check_fits("x" * 100_000, 10, "messages")
+    assert (refused.value.param, refused.value.code) == ("messages", "context_length_exceeded")
+
+
+def test_no_length_is_too_long_where_an_unknown_token_swallows_words():
+    raw = RawTokenizer(models.WordLevel({"<unk>": 0, "fox": 1}, unk_token="<unk>"))
+    assert Tokenizer(raw).longest_token is None
+    Tokenizer(raw).check_fits("x" * 100_000, 1, "prompt")
+    fused = RawTokenizer(models.BPE({"<unk>": 0, "x": 1}, [], unk_token="<unk>", fuse_unk=True))
+    assert Tokenizer(fused).longest_token is None
+    spelt = RawTokenizer(models.BPE({"<unk>": 0, "x": 1}, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    assert Tokenizer(spelt).longest_token == 5
+
+
+def test_a_long_text_is_encoded_alike_and_lets_other_threads_run():
+    tokenizer = with_bos(tiny_tokenizer(300))
+    text = "naïve fox, 今天 " * 60_000
+    found = []
+    worker = threading.Thread(target=lambda: found.extend(tokenizer.encode(text)))
+    worker.start()
+    ticks = 0
+    while worker.is_alive():
+        time.sleep(0.001)
+        ticks += 1
+    assert ticks > 20
+    assert found == tokenizer.raw.encode(text).ids

@@ -4,7 +4,6 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import fx
 
@@ -16,16 +15,15 @@ from planc.compiler.lift.form import Form, Mask
 from planc.compiler.lift.layout import arrange
 from planc.compiler.lift.leaves import Tensors, conserve, leaf
 from planc.compiler.lift.table import MASK_VIEWS, RULES, closed_set
+from planc.compiler.refusal import refused
 from planc.compiler.trace import Traced
-from planc.errors import PlancError
 
 
 @dataclass(frozen=True)
 class Lifted:
-    """The graph, and the arrays of its `const` recipes by digest."""
+    """The graph; its `constants` hold the arrays of its `const` recipes."""
 
     graph: Graph
-    constants: Mapping[str, np.ndarray]
 
 
 def lift(traced: Traced, tensors: Tensors, names: Mapping[str, str]) -> Lifted:
@@ -47,11 +45,11 @@ def lift(traced: Traced, tensors: Tensors, names: Mapping[str, str]) -> Lifted:
         elif node.op == "output":
             output = _logits(node, env, builder, traced)
         else:
-            raise PlancError(f"the trace holds {node.op} {node.target}, expected calls of ops only")
+            raise refused(f"the trace holds {node.op} {node.target}, expected calls of ops only")
     assert output is not None
     graph = builder.graph(traced.name, output)
     conserve(traced, graph, tensors, names)
-    return Lifted(graph, graph.constants)
+    return Lifted(graph)
 
 
 def _lift_node(node: fx.Node, env: dict[fx.Node, Lift], builder: Builder, traced: Traced) -> None:

@@ -8,13 +8,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
 from planc.compiler.ir.graph import Value
+from planc.compiler.ir.types import DTYPES as NUMPY
 from planc.compiler.ir.types import Attr, Dim, TensorType
 from planc.compiler.lift.builder import Builder
 from planc.compiler.lift.form import Form, Mask
+from planc.compiler.refusal import refused, source_place
 from planc.errors import PlancError
 
 Lift = Form | Mask | tuple[Form, ...]
@@ -139,7 +142,7 @@ class Call:
 
     def fail(self, why: str) -> PlancError:
         """The error to raise: op, module path and source line of this node, then `why`."""
-        return PlancError(f"{target_name(self.node)} in {self.path or 'top level'} ({source_line(self.node)}): {why}")
+        return refused(f"{target_name(self.node)} in {self.path or 'top level'} ({source_line(self.node)}): {why}")
 
     @property
     def path(self) -> str:
@@ -200,7 +203,14 @@ def source_line(node: fx.Node) -> str:
     if not frames:
         return "no source line"
     own = [f for f in frames if "/torch/" not in f[0]] or frames
-    return f"{own[-1][0].rpartition('site-packages/')[2]}:{own[-1][1]}"
+    return source_place(*own[-1])
+
+
+def array_of(value: torch.Tensor) -> np.ndarray:
+    """A known tensor as the graph holds it; its dtype must be one of DTYPES. numpy alone has no bf16."""
+    dtype = NUMPY[DTYPES[value.dtype]]
+    value = value.detach()
+    return (value.float() if value.dtype == torch.bfloat16 else value).numpy().astype(dtype)
 
 
 def short_name(path: str) -> str:

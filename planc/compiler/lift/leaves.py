@@ -6,13 +6,14 @@ from torch import fx
 
 from planc.compiler.ir.graph import Graph
 from planc.compiler.ir.recipe import load, step
-from planc.compiler.ir.types import DTYPES as NUMPY
 from planc.compiler.lift.builder import Builder
-from planc.compiler.lift.call import DTYPES, short_name
+from planc.compiler.lift.call import DTYPES, array_of, short_name
 from planc.compiler.lift.form import Form
+from planc.compiler.refusal import refused
 from planc.compiler.trace import Buffer, Traced
 from planc.errors import PlancError
 
+_BELONG = "Check that config.json and the weights belong together."
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
@@ -33,7 +34,7 @@ def _parameter(
     name = checkpoint_name(fqns, tensors, names)
     dtype, stored = tensors[name]
     if stored != shape:
-        raise PlancError(f"tensor {name} of the checkpoint has shape {stored}, the config asks for {shape}")
+        raise PlancError(f"tensor {name} of the checkpoint has shape {stored}, the config asks for {shape}. {_BELONG}")
     recipe = load(name, dtype, shape)
     if dtype != "f32":
         recipe = step("cast", recipe, dtype="f32")
@@ -47,14 +48,14 @@ def checkpoint_name(fqns: tuple[str, ...], tensors: Tensors, names: Mapping[str,
         if names.get(fqn) in tensors:
             return names[fqn]
     wanted = names.get(fqns[0], fqns[0])
-    raise PlancError(f"the checkpoint has no tensor {wanted} (parameter {' = '.join(fqns)})")
+    raise PlancError(f"the checkpoint has no tensor {wanted} (parameter {' = '.join(fqns)}). {_BELONG}")
 
 
 def _buffer(buffer: Buffer, builder: Builder) -> Form:
     dtype = buffer.value.dtype
     if dtype not in DTYPES:
-        raise PlancError(f"buffer {buffer.name} has dtype {dtype}, which has no counterpart in the graph")
-    made = builder.constant(_short(buffer.name), buffer.value.detach().numpy().astype(NUMPY[DTYPES[dtype]]))
+        raise refused(f"buffer {buffer.name} has dtype {dtype}, which has no counterpart in the graph")
+    made = builder.constant(_short(buffer.name), array_of(buffer.value))
     return Form.known(made.name, made.type, buffer.value)
 
 
@@ -71,4 +72,4 @@ def conserve(traced: Traced, graph: Graph, tensors: Tensors, names: Mapping[str,
         if node.op == "placeholder" and node.users and node.name in traced.parameters:
             fqns = traced.parameters[node.name]
             if checkpoint_name(fqns, tensors, names) not in loaded:
-                raise PlancError(f"parameter {fqns[0]} is used by the model and lost in the graph")
+                raise refused(f"parameter {fqns[0]} is used by the model and lost in the graph")

@@ -2,9 +2,8 @@
 
 import torch
 
-from planc.compiler.ir.types import DTYPES as NUMPY
 from planc.compiler.ir.types import Attr
-from planc.compiler.lift.call import Call, short_name
+from planc.compiler.lift.call import Call, array_of, short_name
 from planc.compiler.lift.form import Form, Mask
 from planc.compiler.lift.layout import arrange, placed
 
@@ -77,5 +76,5 @@ def numbers(call: Call) -> Form:
 
 
 def _constant(call: Call, value: torch.Tensor) -> Form:
-    made = call.builder.constant(f"{short_name(call.path)}.const".lstrip("."), value.numpy().astype(NUMPY[call.dtype]))
+    made = call.builder.constant(f"{short_name(call.path)}.const".lstrip("."), array_of(value))
     return Form.known(made.name, made.type, value)

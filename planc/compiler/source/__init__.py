@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from planc.compiler.source.aliases import ALIASES, locate
-from planc.compiler.source.base import DTYPES, ModelSource, TensorInfo, meta_model
+from planc.compiler.source.base import DTYPES, ModelSource, TensorInfo, new_model
 from planc.compiler.source.bind import Binding, bind
 from planc.compiler.source.folder import FolderSource
 from planc.compiler.source.hub import download, is_hub_id
 from planc.errors import PlancError
 
-__all__ = ["ALIASES", "DTYPES", "Binding", "ModelSource", "TensorInfo", "bind", "meta_model", "open_source"]
+__all__ = ["ALIASES", "DTYPES", "Binding", "ModelSource", "TensorInfo", "bind", "new_model", "open_source"]
 
 
 def open_source(

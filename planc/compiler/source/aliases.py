@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planc.errors import PlancError
+from planc.plans.host import cache_dir
 
 _PIECE = 1 << 22
 
@@ -37,13 +38,6 @@ ALIASES = {
         (_GEMMA, "data/SHA256SUMS"),
     ),
 }
-
-
-def cache_dir() -> Path:
-    """$PLANC_CACHE_DIR, else $XDG_CACHE_HOME/planc, else ~/.cache/planc. Not created."""
-    if own := os.environ.get("PLANC_CACHE_DIR"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "planc"
 
 
 def locate(name: str) -> Path:

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
+from planc.compiler.refusal import refused
 from planc.errors import PlancError
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "f64": np.dtype(np.float64),
@@ -35,6 +36,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "u8": np.dtype(np.uint8),
     "bool": np.dtype(np.bool_),
 }
+
+PIECE = 1 << 20  # elements
 
 # What a config says about where and by what it was written, not about the model.
 _VOLATILE = ("_name_or_path", "_model_name_or_path", "transformers_version", "_commit_hash")
@@ -74,6 +77,15 @@ class ModelSource(ABC):
         Memory: the tensor, plus a few MiB. PlancError when the file ends early or the name is unknown.
         """
 
+    def read_pieces(self, name: str, count: int = PIECE) -> Iterator[np.ndarray[Any, Any]]:
+        """The elements of `read(name)` in order, flat, at most `count` at a time.
+
+        Memory: one piece where the format stores the tensor as it reads it, else the tensor.
+        """
+        flat = self.read(name).reshape(-1)
+        for start in range(0, flat.size, count):
+            yield flat[start : start + count]
+
     def generation_config(self) -> dict[str, Any]:
         """bos, eos and pad ids (eos always a list) and the sampling parameters that the checkpoint recommends."""
         config = self.config().get_text_config()
@@ -99,30 +111,41 @@ class ModelSource(ABC):
         self.close()
 
 
-def meta_model(
-    config: PretrainedConfig, *, trust_remote_code: bool = False, dtype: str = "float32", attention: str = "eager"
-) -> nn.Module:
-    """The causal language model of a config in eval mode, every parameter and buffer on the meta device (nothing
-    allocated).
+def new_model(
+    config: PretrainedConfig,
+    *,
+    device: str = "meta",
+    trust_remote_code: bool = False,
+    dtype: str = "float32",
+    attention: str = "eager",
+) -> PreTrainedModel:
+    """The causal language model of a config in eval mode; on "meta" no parameter or buffer is allocated.
 
     `dtype` is a torch dtype's name, `attention` an implementation's name in transformers. The config is not
-    changed. PlancError when the type has no such model, or its code rejects the config.
+    changed. PlancError when the type has no such model, or its code rejects the config or the attention.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
+        with torch.device(device):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),
                 dtype=getattr(torch, dtype),
                 attn_implementation=attention,
                 trust_remote_code=trust_remote_code,
             ).eval()
     except Exception as e:  # noqa: BLE001 - model code fails in its own ways on a config that does not fit it
+        if isinstance(e, KeyError) and e.args == (attention,):
+            raise refused(
+                f"the attention of model type {config.model_type} does not go through transformers' attention "
+                "interface, so it cannot be captured"
+            ) from None
         raise PlancError(
-            f"transformers cannot build a causal language model of type {config.model_type}: {one_line(e)}"
+            f"transformers cannot build a causal language model of type {config.model_type}: {one_line(e)} "
+            "Check config.json; if the model brings its own code, pass --trust-remote-code."
         ) from None
+    return model
 
 
 def normalize_generation(raw: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from planc.compiler.refusal import refused
 from planc.compiler.source.base import ModelSource
 from planc.errors import PlancError
 
@@ -82,7 +83,7 @@ def _renamed(model: nn.Module, source: ModelSource, state: dict[str, Any]) -> di
     for tensor in source.tensors:
         name, pattern = rename_source_key(tensor, renamings, converters, prefix, state)
         if pattern is not None:
-            raise PlancError(f"{source.path}: tensor {tensor} must be merged into {name}, which is not supported yet.")
+            raise refused(f"{source.path}: tensor {tensor} must be merged into {name}, which is not supported yet")
         found.setdefault(name, tensor)
     return found
 

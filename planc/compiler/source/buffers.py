@@ -5,11 +5,12 @@ Checkpoints do not hold them: a model's constructor computes them, which on meta
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+from planc.compiler.refusal import refused
 from planc.compiler.source.base import ModelSource
 from planc.compiler.source.bind import Binding
-from planc.errors import PlancError
 
 if TYPE_CHECKING:
     import torch
@@ -19,24 +20,34 @@ if TYPE_CHECKING:
 def real_buffers(model: nn.Module, source: ModelSource, binding: Binding) -> dict[str, torch.Tensor]:
     """Every buffer of `model` by name, on the CPU, in its own dtype; the model itself is left as it is.
 
-    Persistent buffers come from the checkpoint if it has them; the others from the initialisation of the nearest
-    enclosing PreTrainedModel, or from building the module again. PlancError names a buffer that neither yields.
+    Persistent buffers come from the checkpoint if it has them, the others from `fresh_buffers`.
+    """
+    every = dict(model.named_buffers(remove_duplicate=False))
+    stored = {
+        fqn: to_torch(source.read(binding.names[fqn])).to(buffer.dtype)
+        for fqn, buffer in every.items()
+        if fqn in binding.names
+    }
+    return stored | fresh_buffers(model, every.keys() - stored.keys())
+
+
+def fresh_buffers(model: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Values of the buffers `names` as the model's code makes them, on the CPU; the model itself is left as it is.
+
+    The nearest enclosing PreTrainedModel's initialisation makes them, as `from_pretrained` has it do, or building the
+    module again. PlancError names a buffer that neither yields.
     """
     made: dict[str, torch.Tensor] = {}
     for path, module, owner in _owned(model):
-        own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-        stored = {
-            name: _stored(f"{path}.{name}" if path else name, buffer, source, binding) for name, buffer in own.items()
-        }
-        wanted = {name: buffer for name, buffer in own.items() if stored[name] is None}
+        fqns = {name: f"{path}.{name}" if path else name for name in module._buffers}
+        wanted = {n: b for n, b in module._buffers.items() if b is not None and fqns[n] in names}
         fresh = _initialised(module, owner, wanted) if wanted else {}
-        for name in own:
-            value = stored[name] if stored[name] is not None else fresh.get(name)
-            if value is None:
-                raise PlancError(
-                    f"buffer {path}.{name} of {type(model).__name__} has no value: neither checkpoint nor code sets it."
+        for name in wanted:
+            if name not in fresh:
+                raise refused(
+                    f"buffer {fqns[name]} of {type(model).__name__}: neither checkpoint nor code gives it a value"
                 )
-            made[f"{path}.{name}" if path else name] = value
+            made[fqns[name]] = fresh[name]
     return made
 
 
@@ -63,11 +74,6 @@ def _owned(model: nn.Module) -> list[tuple[str, nn.Module, nn.Module]]:
         if any(buffer is not None for buffer in module._buffers.values()):
             found.append((path, module, owners[path]))
     return found
-
-
-def _stored(fqn: str, buffer: torch.Tensor, source: ModelSource, binding: Binding) -> torch.Tensor | None:
-    name = binding.names.get(fqn)
-    return None if name is None else to_torch(source.read(name)).to(buffer.dtype)
 
 
 def _initialised(module: nn.Module, owner: nn.Module, wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from planc.compiler.source.base import ModelSource, TensorInfo, normalize_generation, one_line
+from planc.compiler.source.base import PIECE, ModelSource, TensorInfo, normalize_generation, one_line
 from planc.compiler.source.safetensors_file import SafetensorsFile
 from planc.errors import PlancError
 
@@ -25,6 +26,8 @@ class TensorFile(Protocol):
     tensors: dict[str, TensorInfo]
 
     def read(self, name: str) -> np.ndarray[Any, Any]: ...
+
+    def read_pieces(self, name: str, count: int) -> Iterator[np.ndarray[Any, Any]]: ...
 
     def close(self) -> None: ...
 
@@ -58,9 +61,15 @@ class FolderSource(ModelSource):
         return self._config
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
+        return self._file_of(name).read(name)
+
+    def read_pieces(self, name: str, count: int = PIECE) -> Iterator[np.ndarray[Any, Any]]:
+        return self._file_of(name).read_pieces(name, count)
+
+    def _file_of(self, name: str) -> TensorFile:
         if name not in self._owner:
             raise PlancError(f"{self.path} has no tensor {name}; it has {len(self._owner)} others.")
-        return self._owner[name].read(name)
+        return self._owner[name]
 
     def generation_config(self) -> dict[str, Any]:
         fallback = super().generation_config()

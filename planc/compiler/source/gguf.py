@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from planc.compiler.source.base import DTYPES, ModelSource, TensorInfo, meta_model, normalize_generation, one_line
+from planc.compiler.source.base import DTYPES, ModelSource, TensorInfo, new_model, normalize_generation, one_line
 from planc.compiler.source.files import SpanReader
 from planc.compiler.source.gguf_config import load_config
 from planc.compiler.source.gguf_header import GGUFTensor, corrupt, read_header
@@ -82,7 +82,7 @@ class GGUFSource(ModelSource):
 
     def _map_tensors(self) -> None:
         """Fills `tensors`, and for each the GGUF tensors that make it; what no parameter takes keeps its GGUF name."""
-        model = meta_model(self._config)
+        model = new_model(self._config)
         self._processor, self._names = name_map(model, self._config, self.architecture)
         self._parts: dict[str, list[str]] = {}
         for raw in self.header.tensors:

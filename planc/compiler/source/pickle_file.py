@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from planc.compiler.source.folder import TensorFile
 
-_PATTERN = "pytorch_model*.bin"
+PATTERN = "pytorch_model*.bin"
 _NAMES = {
     "float64": "f64",
     "float32": "f32",
@@ -44,12 +45,12 @@ class PickleFile:
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
         """A copy of one tensor."""
-        import torch
+        return _copied(self._state[name])
 
-        tensor = self._state[name].detach().contiguous().clone()
-        if tensor.dtype == torch.bfloat16:
-            return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        return tensor.numpy()
+    def read_pieces(self, name: str, count: int) -> Iterator[np.ndarray[Any, Any]]:
+        """The tensor's elements in order, flat, at most `count` at a time; the file stays mapped."""
+        for piece in self._state[name].detach().reshape(-1).split(count):
+            yield _copied(piece)
 
     def close(self) -> None:
         self._state = {}
@@ -57,19 +58,33 @@ class PickleFile:
 
 def pickle_names(path: Path) -> list[str]:
     """The pickle weight files of a folder, sorted."""
-    return sorted(file.name for file in path.glob(_PATTERN))
+    return sorted(file.name for file in path.glob(PATTERN))
 
 
 def open_pickles(path: Path, allow: bool) -> dict[str, TensorFile]:
     """Tensor name to file; PlancError unless `allow`."""
     names = pickle_names(path)
     if not allow:
-        raise PlancError(
-            f"{path / names[0]} is a pickle, which can run code when it is loaded. Convert it once: "
-            'python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{path}').save_pretrained('OUT')\", or pass --allow-pickle (weights_only unpickling)."
-        )
+        raise pickle_refused(f"{path / names[0]}", f"'{path}'")
     return {tensor: file for file in map(PickleFile, (path / name for name in names)) for tensor in file.tensors}
+
+
+def pickle_refused(file: str, model: str) -> PlancError:
+    """The refusal of a pickle; `model` is what from_pretrained takes to load it, as Python text."""
+    return PlancError(
+        f"{file} is a pickle, which can run code when it is loaded. Convert it once: "
+        'python -c "from transformers import AutoModelForCausalLM as M; '
+        f"M.from_pretrained({model}).save_pretrained('OUT')\", or pass --allow-pickle (weights_only unpickling)."
+    )
+
+
+def _copied(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    import torch
+
+    tensor = tensor.detach().contiguous().clone()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
 
 
 def _unpickle(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,13 @@ class SafetensorsFile:
         """One tensor, in a buffer of its own."""
         info, (begin, end) = self.tensors[name], self._spans[name]
         return self._file.read(self._base + begin, end - begin).view(DTYPES[info.dtype]).reshape(info.shape)
+
+    def read_pieces(self, name: str, count: int) -> Iterator[np.ndarray[Any, Any]]:
+        """The tensor's elements in order, flat, at most `count` at a time, each piece read on its own."""
+        (begin, end), dtype = self._spans[name], DTYPES[self.tensors[name].dtype]
+        step = count * dtype.itemsize
+        for start in range(begin, end, step):
+            yield self._file.read(self._base + start, min(step, end - start)).view(dtype)
 
     def close(self) -> None:
         self._file.close()

@@ -36,6 +36,7 @@ class _Parts(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape)))
         self.register_buffer("freq", torch.linspace(0.01, 1.0, 6), persistent=False)
+        self.register_buffer("half", torch.linspace(-1, 1, WIDTH).bfloat16(), persistent=False)
         self.register_buffer("number", torch.tensor(1.7), persistent=False)
 
 
@@ -77,7 +78,7 @@ def both(body: Body) -> tuple[Lifted, np.ndarray, np.ndarray]:
 
 def run(made: Lifted, parameters: Mapping[str, Tensor], ids: Tensor, positions: Tensor, rows: Tensor) -> np.ndarray:
     """The interpreter's logits [R, N]; ids and positions are [1, T]."""
-    weights = interp.weights_of(made.graph, lambda name: parameters[name].detach().numpy(), made.constants)
+    weights = interp.weights_of(made.graph, lambda name: parameters[name].detach().numpy(), made.graph.constants)
     given = {"ids": ids[0], "positions": positions[0], "logit_rows": rows}
     inputs = {name: t.numpy().astype(np.int32) for name, t in given.items()}
     return interp.run(made.graph, inputs, weights)["logits"]

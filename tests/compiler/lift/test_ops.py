@@ -35,6 +35,9 @@ BODIES: dict[str, Body] = {
     "made constants": lambda m, x, p: (
         x + torch.full((1, 1, 24), 2.0, device=x.device) + torch.ones_like(x) + torch.arange(24, device=x.device)
     ),
+    "bf16 constants": lambda m, x, p: (
+        x * m.half.float() + torch.full((1,), 1.5, dtype=torch.bfloat16, device=x.device).float()
+    ),
     "table by position": lambda m, x, p: x + m.table[p] + F.embedding(p + 2, m.table),
     # products, norms, reductions
     "linear": lambda m, x, p: F.linear(x, m.w, m.v10),
@@ -122,3 +125,4 @@ def test_refused_with_op_and_source_line(name: str) -> None:
     with pytest.raises(PlancError, match=message) as e:
         lifted(body)
     assert "capture.py:" in str(e.value)
+    assert "run it with transformers" in str(e.value)

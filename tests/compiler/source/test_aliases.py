@@ -71,15 +71,6 @@ def test_missing_wheel_names_the_command(wheels: Path) -> None:
         open_source("toy")
 
 
-def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PLANC_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert aliases.cache_dir() == Path("/x/planc")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/h")
-    assert aliases.cache_dir() == Path("/h/.cache/planc")
-
-
 def test_hub_ids() -> None:
     assert all(map(hub.is_hub_id, ["gpt2", "HuggingFaceTB/SmolLM2-135M", "a/b.c_d"]))
     assert not any(map(hub.is_hub_id, ["", "a/b/c", "/abs", "./rel", "a b", "../x/y"]))
@@ -100,11 +91,35 @@ def test_hub_asks_for_the_needed_files_only(monkeypatch: pytest.MonkeyPatch) -> 
         return "/nowhere"
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, **__: ["model.safetensors"])
     hub.download("owner/name", revision="v2", allow_pickle=False, code=False)
     assert asked["revision"] == "v2"
     wanted = asked["allow_patterns"]
     assert isinstance(wanted, list)
     assert not {"pytorch_model*", "*.py", "*"} & set(wanted)
+
+
+def test_hub_with_pickles_only_is_refused_like_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    files = ["config.json", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"]
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, **__: files)
+    with pytest.raises(
+        PlancError, match=r"owner/name/pytorch_model-00001-of-00002.bin is a pickle.*save_pretrained"
+    ) as e:
+        open_source("owner/name", revision="v2")
+    assert "from_pretrained('owner/name', revision='v2')" in str(e.value)
+
+
+def test_hub_without_a_list_of_files_has_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: object, **__: object) -> list[str]:
+        raise OSError("offline")
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.list_repo_files", offline)
+    with pytest.raises(PlancError, match="has no weights"):
+        open_source("owner/name")
 
 
 def test_offline_hub_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from planc.compiler.source import bind, meta_model, open_source
+from planc.compiler.source import bind, new_model, open_source
 from planc.compiler.source.bind import Binding
 from planc.errors import PlancError
 from tests.models import ARCHS, tiny
@@ -15,7 +15,7 @@ from tests.models import ARCHS, tiny
 
 def bound(folder: Path) -> Binding:
     source = open_source(str(folder))
-    return bind(meta_model(source.config()), source)
+    return bind(new_model(source.config()), source)
 
 
 def edit(folder: Path, change) -> None:  # type: ignore[no-untyped-def]
@@ -31,7 +31,7 @@ def edit(folder: Path, change) -> None:  # type: ignore[no-untyped-def]
 def test_every_parameter_and_every_tensor_is_used(arch: str, tmp_path: Path) -> None:
     folder = tiny(arch, tmp_path, tokenizer=False)
     source = open_source(str(folder))
-    model = meta_model(source.config())
+    model = new_model(source.config())
     binding = bind(model, source)
     assert binding.unused == []
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -9,9 +9,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file as save_np
 from safetensors.torch import load_file
 
-from planc.compiler.source import meta_model, open_source
+from planc.compiler.source import new_model, open_source
+from planc.compiler.source.safetensors_file import SafetensorsFile
 from planc.errors import PlancError
 from tests.models import tiny
 
@@ -139,7 +141,7 @@ def test_config_without_a_causal_model(folder: Path, change: dict[str, object]) 
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(PlancError, match="cannot build a causal language model") as caught:
-        meta_model(open_source(str(folder)).config())
+        new_model(open_source(str(folder)).config())
     assert "\n" not in str(caught.value)
 
 
@@ -246,6 +248,33 @@ def test_pickle_is_refused_then_read(folder: Path) -> None:
     with open_source(str(folder), allow_pickle=True) as source:
         assert source.tensors[NORM].dtype == "bf16"
         np.testing.assert_array_equal(source.read(NORM).astype(np.float32), tensors[NORM].float().numpy())
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_pieces_are_the_tensor(folder: Path, pickled: bool) -> None:
+    import torch
+
+    if pickled:
+        tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+        torch.save(tensors, folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    with open_source(str(folder), allow_pickle=pickled) as source:
+        for name in source.tensors:
+            whole, pieces = source.read(name).reshape(-1), list(source.read_pieces(name, 50))
+            assert max(piece.size for piece in pieces) <= 50
+            np.testing.assert_array_equal(np.concatenate(pieces), whole)
+
+
+def test_pieces_take_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_np({"x": np.zeros((1 << 12, 1 << 10), np.float32)}, path)
+    file = SafetensorsFile(path)
+    tracemalloc.start()
+    assert sum(piece.size for piece in file.read_pieces("x", 1 << 16)) == 1 << 22
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    file.close()
+    assert peak < 1 << 20
 
 
 class _Evil:

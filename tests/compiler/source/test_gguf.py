@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
-from planc.compiler.source import bind, meta_model, open_source
+from planc.compiler.source import bind, new_model, open_source
 from planc.compiler.source.files import SpanReader
 from planc.compiler.source.gguf import GGUFSource, dequantizable, dequantize_span
 from planc.compiler.source.gguf_config import llama3_parameters
@@ -56,7 +56,7 @@ def test_llama_reads_as_the_original(llama: Path, tmp_path: Path, kind: gguf.GGM
     """q and k come back un-permuted, float matrices keep their type, the rest is float32."""
     expected = write(llama, tmp_path / "model.gguf", kind)
     with open_source(str(tmp_path / "model.gguf")) as source:
-        binding = bind(meta_model(source.config()), source)
+        binding = bind(new_model(source.config()), source)
         assert binding.unused == []
         for name, weights in expected.items():
             array = source.read(binding.tensor(name))
@@ -75,7 +75,7 @@ def test_other_architectures_read_as_the_original(arch: str, tmp_path: Path) -> 
     folder = tiny(arch, tmp_path, tokenizer=False)
     expected = write(folder, tmp_path / "model.gguf")
     with open_source(str(tmp_path / "model.gguf")) as source, open_source(str(folder)) as original:
-        assert bind(meta_model(source.config()), source).unused == []
+        assert bind(new_model(source.config()), source).unused == []
         for name, weights in expected.items():
             np.testing.assert_array_equal(source.read(name), weights)
         for field in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "tie_word_embeddings"):
@@ -89,7 +89,7 @@ def test_equals_the_whole_file_loader(arch: str, tmp_path: Path) -> None:
 
     write(tiny(arch, tmp_path, tokenizer=False), tmp_path / "model.gguf", Type.Q4_0)
     with open_source(str(tmp_path / "model.gguf")) as source:
-        model = meta_model(source.config())
+        model = new_model(source.config())
         loaded = load_gguf_checkpoint(str(source.path), return_tensors=True, model_to_load=model)["tensors"]
         assert set(loaded) == set(source.tensors)
         for name, tensor in loaded.items():
@@ -188,13 +188,13 @@ def test_what_the_loader_would_drop_is_refused(llama: Path, tmp_path: Path) -> N
 def test_unmapped_tensors_are_unused(llama: Path, tmp_path: Path) -> None:
     write(llama, tmp_path / "model.gguf", tensors={"blk.9.strange": np.zeros(3, np.float32)})
     source = open_source(str(tmp_path / "model.gguf"))
-    assert bind(meta_model(source.config()), source).unused == ["blk.9.strange"]
+    assert bind(new_model(source.config()), source).unused == ["blk.9.strange"]
 
 
 def test_missing_tensor_is_named(llama: Path, sound: bytes, tmp_path: Path) -> None:
     source = opens(tmp_path / "model.gguf", sound.replace(b"blk.0.attn_v.weight", b"blk.0.attn_V.weight"))
     with pytest.raises(PlancError, match=r"lacks 1 .*model\.layers\.0\.self_attn\.v_proj\.weight"):
-        bind(meta_model(source.config()), source)
+        bind(new_model(source.config()), source)
 
 
 def test_unknown_architecture(sound: bytes, tmp_path: Path) -> None:

@@ -36,8 +36,9 @@ PLANC_UNARY_OP(Tanh, tanh(x))
 PLANC_UNARY_OP(Erf, erf(x))
 PLANC_UNARY_OP(Sigmoid, sigmoid(x))
 PLANC_UNARY_OP(Silu, x* sigmoid(x))
-PLANC_UNARY_OP(Relu, max(x, zero()))
-PLANC_UNARY_OP(Relu2, max(x, zero()) * max(x, zero()))
+// max gives its second operand when either is a NaN, so these keep one.
+PLANC_UNARY_OP(Relu, max(zero(), x))
+PLANC_UNARY_OP(Relu2, max(zero(), x) * max(zero(), x))
 PLANC_UNARY_OP(Softplus, detail::each_lane(x, [](float v) { return std::fmax(v, 0.0f) + std::log1p(std::exp(-std::fabs(v))); }))
 PLANC_UNARY_OP(Floor, detail::each_lane(x, [](float v) { return std::floor(v); }))
 PLANC_UNARY_OP(Gelu, x* splat(0.5f) * (splat(1.0f) + erf(x * splat(0.70710678f))))
@@ -53,8 +54,8 @@ PLANC_UNARY_OP(GeluTanh, x* splat(0.5f) * (splat(1.0f) + tanh(splat(0.7978845608
 PLANC_BINARY_OP(Add, a + b, a + b)
 PLANC_BINARY_OP(Sub, a - b, a - b)
 PLANC_BINARY_OP(Mul, a* b, a* b)
-PLANC_BINARY_OP(Maximum, max(a, b), a > b ? a : b)
-PLANC_BINARY_OP(Minimum, min(a, b), a < b ? a : b)
+PLANC_BINARY_OP(Maximum, select(is_nan(a), a, max(a, b)), a > b ? a : b)
+PLANC_BINARY_OP(Minimum, select(is_nan(a), a, min(a, b)), a < b ? a : b)
 #undef PLANC_BINARY_OP
 
 struct Div {

@@ -109,7 +109,7 @@ template <int WIDTH>
 struct Amax {
     static float row(const float* x) {
         float best = x[0];
-        for (int i = 1; i < WIDTH; ++i) best = x[i] > best ? x[i] : best;
+        for (int i = 1; i < WIDTH; ++i) best = x[i] > best || std::isnan(x[i]) ? x[i] : best;
         return best;
     }
 };
