@@ -139,7 +139,7 @@ class StreamedModel:
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _read(self, name: str) -> torch.Tensor:
-        """A tensor in the model's dtype; one stored in another is converted piece by piece, never held whole in both."""
+        """A tensor in the model's dtype; one stored in another is converted in pieces, never held whole in both."""
         info = self._source.tensors[name]
         if to_torch(np.empty(0, DTYPES[info.dtype])).dtype == self._dtype:
             return to_torch(self._source.read(name))

@@ -119,10 +119,14 @@ def test_tokens_that_mix_outside_of_attention_are_found(monkeypatch: pytest.Monk
 def test_a_model_of_its_own_code_is_built_when_trusted(tmp_path: Path) -> None:
     folder = own_code(tmp_path)
     with open_source(str(folder), trust_remote_code=True) as source:
+        with pytest.raises(PlancError, match="--trust-remote-code"):  # first: what is trusted once stays registered
+            trace(source.config())
+        with torch.no_grad():
+            model, _ = gates._small(source.config(), True)
+        assert type(model).__name__ == "OwnModel"
+        assert model.config.vocab_size < source.config().vocab_size, "the shrunk copy keeps its code"
         assert gates.self_test(source.config(), trust_remote_code=True) <= 1e-5
         assert trace(source.config(), trust_remote_code=True).graph
-        with pytest.raises(PlancError, match="--trust-remote-code"):
-            trace(source.config())
 
 
 def test_the_random_stream_and_the_registries_are_left_alone() -> None:

@@ -222,7 +222,11 @@ def test_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arch", "fields", "message"),
     [
         ("bloom", dict(n_layer=1), r"BloomForCausalLM \(model type bloom, module .*modeling_bloom\).*no position_ids"),
-        ("mamba2", dict(num_hidden_layers=1), r"Mamba2ForCausalLM .*mamba2.modeling_mamba2\).*no position_ids"),
+        (
+            "mamba2",
+            dict(num_hidden_layers=1, num_heads=4, head_dim=32),
+            r"Mamba2ForCausalLM .*mamba2.modeling_mamba2\).*no position_ids",
+        ),
         ("gpt_neo", dict(num_layers=2, attention_types=[[["global", "local"], 1]]), "attention interface"),
     ],
 )

@@ -1,11 +1,14 @@
 """The HTTP surface over a fake model: shapes, stream == non-stream, usage, auth, metrics."""
 
 import asyncio
+import copy
 import signal
+import threading
 
 import httpx
 import pytest
 
+from planc.runtime.errors import RequestError
 from planc.runtime.formats import CompletionFormat
 from planc.runtime.protocol import StreamOptions
 from planc.runtime.sequence import SamplingParams
@@ -268,6 +271,33 @@ def test_model_defaults_come_from_the_generation_config():
         assert len(texts) == 1
         hot = {post(client, "/v1/completions", body, temperature=1.0)["choices"][0]["text"] for _ in range(3)}
         assert len(hot) > 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+def test_a_long_request_does_not_hold_up_the_others(monkeypatch, path):
+    """While a template or the tokenizer works on one, the loop answers."""
+    service, entered, go_on = make_service(model_len=2048), threading.Event(), threading.Event()
+
+    def slow(*args, **kwargs):
+        entered.set()
+        go_on.wait(10)
+        raise RequestError("seen")
+
+    monkeypatch.setattr(service, "tokenizer", copy.copy(service.tokenizer))
+    monkeypatch.setattr(service.tokenizer, "render_chat" if "chat" in path else "encode", slow)
+    text = "x" * 10_000
+    body = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    with serving(service) as url, httpx.Client(base_url=url, timeout=20) as client:
+        answers = []
+        other = threading.Thread(target=lambda: answers.append(client.post(path, json=body)))
+        other.start()
+        assert entered.wait(5)
+        try:
+            assert httpx.get(f"{url}/health", timeout=3).status_code == 200
+        finally:
+            go_on.set()
+            other.join()
+        assert "seen" in answers[0].text
 
 
 def test_draining_refuses_new_requests_and_finishes_running_ones():

@@ -36,7 +36,7 @@ class _Parts(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape)))
         self.register_buffer("freq", torch.linspace(0.01, 1.0, 6), persistent=False)
-        self.register_buffer("half", torch.linspace(-1, 1, WIDTH).bfloat16(), persistent=False)
+        self.register_buffer("bf16", torch.linspace(-1, 1, WIDTH).bfloat16(), persistent=False)
         self.register_buffer("number", torch.tensor(1.7), persistent=False)
 
 

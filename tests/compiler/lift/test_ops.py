@@ -36,7 +36,7 @@ BODIES: dict[str, Body] = {
         x + torch.full((1, 1, 24), 2.0, device=x.device) + torch.ones_like(x) + torch.arange(24, device=x.device)
     ),
     "bf16 constants": lambda m, x, p: (
-        x * m.half.float() + torch.full((1,), 1.5, dtype=torch.bfloat16, device=x.device).float()
+        x * m.bf16.float() + torch.full((1,), 1.5, dtype=torch.bfloat16, device=x.device).float()
     ),
     "table by position": lambda m, x, p: x + m.table[p] + F.embedding(p + 2, m.table),
     # products, norms, reductions
