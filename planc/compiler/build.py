@@ -130,7 +130,11 @@ def _compile(
 
     with progress.stage("trace"):
         bindings: list[Binding] = []  # bound before the trace: a tie that the checkpoint breaks must not be traced
-        traced = trace(config, prepare=lambda model: bindings.append(bind(model, source)))
+        traced = trace(
+            config,
+            prepare=lambda model: bindings.append(bind(model, source)),
+            trust_remote_code=request.trust_remote_code,
+        )
         (binding,) = bindings
     if binding.unused:
         progress.say(f"{len(binding.unused)} tensors of the checkpoint are not used, first {binding.unused[0]}")
@@ -138,7 +142,7 @@ def _compile(
         table = {name: (t.dtype, t.shape) for name, t in source.tensors.items()}
         graph = lift(traced, table, binding.names).graph
     with progress.stage("self-test"):
-        self_test(config)
+        self_test(config, request.trust_remote_code)
     with progress.stage("passes"):
         graph, log = run_passes(graph, options, dump=request.dump_dir)
     parameters = sum(p.numel() for p in traced.module.parameters())

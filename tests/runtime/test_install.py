@@ -34,10 +34,9 @@ def sources(folder: Path) -> Path:
 
 
 def build_plan(folder: Path) -> Path:
-    request = BuildRequest(
-        str(tiny("llama", folder, num_hidden_layers=1)), folder / "plan", dtype="f32", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16,
-        reference="none",
-    )  # fmt: skip
+    limits = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    model = tiny("llama", folder, num_hidden_layers=1)
+    request = BuildRequest(str(model), folder / "plan", dtype="f32", reference="none", **limits)
     with Progress(quiet=True) as progress:
         build(request, progress)
     return request.out
