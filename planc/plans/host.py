@@ -1,5 +1,6 @@
 """What this machine offers: in goes nothing, out come CPU features, CPUs and memory still to take, the cache folder."""
 
+import math
 import os
 import platform
 from functools import lru_cache
@@ -16,6 +17,8 @@ CPU_FLAGS: dict[str, tuple[str, ...]] = {
     "bf16": ("avx512_bf16",),
     "amx": ("amx_tile", "amx_bf16", "amx_int8"),
 }
+
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 @lru_cache(maxsize=1)
@@ -48,8 +51,13 @@ def available_bytes() -> int:
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may run on, at least 1."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """CPUs that this process may use, at least 1: its affinity, and no more than its cgroup's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = CPU_QUOTA.read_text().split()
+        return max(1, min(allowed, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no cgroup, or no quota ("max")
+        return allowed
 
 
 def cache_dir() -> Path:

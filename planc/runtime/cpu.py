@@ -7,22 +7,19 @@ memory for activations and the KV cache.
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
-import os
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planc.errors import PlancError, UsageError
-from planc.plans.host import missing_flags
+from planc.plans.host import missing_flags, usable_cpus
 from planc.plans.schema import Plan
 from planc.plans.store import MANIFEST, sha256
 from planc.runtime.batch import Batch, Int32
 from planc.runtime.weights import MappedWeights, addresses
 
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MAX_SLOTS = 2**31 - 1  # slots are int32
 
 
@@ -66,7 +63,7 @@ class CpuExecutor:
         self._arena = _anonymous(plan.program.arena_bytes, "activations")
         self._kv = _anonymous(num_blocks * plan.kv.page_bytes, "the KV cache")
         self._logits = _logits_view(self._arena, plan)
-        self._handle = self._open(plan.program.weights, num_threads or available_cpus())
+        self._handle = self._open(plan.program.weights, num_threads or usable_cpus())
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
         """Run one step; logits [R, vocab_size], overwritten by the next one."""
@@ -138,16 +135,6 @@ def check_file(root: Path, plan: Plan, name: str) -> None:
     expected, path = plan.files.get(name), root / name
     if expected is not None and path.exists() and sha256(path) != expected:
         raise PlancError(f"{path} has changed since the build. Build the plan again.")
-
-
-def available_cpus() -> int:
-    """CPUs that this process may use: its affinity, and no more than its cgroup's quota."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = CPU_QUOTA.read_text().split()
-        return max(1, min(allowed, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no cgroup, or no quota ("max")
-        return allowed
 
 
 def _check_target(target: str) -> None:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from planc.errors import PlancError, UsageError
+from planc.plans.host import usable_cpus
 from planc.plans.store import load, sha256
-from planc.runtime.cpu import CpuExecutor, available_cpus, kv_blocks
+from planc.runtime.cpu import CpuExecutor, kv_blocks
 from planc.runtime.engine import Engine
 from planc.runtime.scheduler import SchedulerLimits
 from planc.runtime.sequence import SamplingParams
@@ -155,14 +156,14 @@ def test_kv_blocks_stay_within_int32_slots():
     assert kv_blocks(plan, 2**40, 2**13) * BLOCK == 2**31 - BLOCK
 
 
-def test_available_cpus_honours_the_quota(tmp_path, monkeypatch):
+def test_usable_cpus_honours_the_quota(tmp_path, monkeypatch):
     quota = tmp_path / "cpu.max"
-    monkeypatch.setattr("planc.runtime.cpu.CPU_QUOTA", quota)
+    monkeypatch.setattr("planc.plans.host.CPU_QUOTA", quota)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    assert available_cpus() == 8
+    assert usable_cpus() == 8
     for text, count in (("max 100000", 8), ("250000 100000", 3), ("1000 100000", 1)):
         quota.write_text(text + "\n")
-        assert available_cpus() == count
+        assert usable_cpus() == count
 
 
 def test_arena_starts_zeroed(root, plan):
