@@ -1,6 +1,7 @@
 """The command line: in go verbs and flags, out come the floors below, imported only inside the verb that needs them."""
 
 import functools
+import io
 import json
 import os
 import signal
@@ -237,8 +238,17 @@ def run(prompt: str | None, max_tokens: int | None, **flags: Any) -> None:
     if max_tokens is not None and prompt is None:
         raise click.UsageError("--max-tokens goes with --prompt")
     options = RunOptions(**flags)
+    if prompt is not None and not _is_text(prompt):
+        raise click.UsageError("--prompt is not valid UTF-8")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an answer may hold what the terminal's encoding does not
     if prompt is None:
         serve(options, click.echo)
     else:
         run_prompt(options, prompt, max_tokens)
         click.echo()
+
+
+def _is_text(value: str) -> bool:
+    """False for a command-line word that was no UTF-8: Python keeps its bytes as lone surrogates."""
+    return not any("\ud800" <= c <= "\udfff" for c in value)

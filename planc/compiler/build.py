@@ -115,6 +115,8 @@ def _max_model_len(asked: int | None, config: "PretrainedConfig") -> int:
         raise UsageError(f"--max-model-len must be at least 2, got {asked}.")
     if asked is not None and limit is not None and asked > limit:
         raise UsageError(f"--max-model-len {asked} is more than the model's {limit} positions; use at most {limit}.")
+    if limit is not None and limit < 2:
+        raise PlancError(f"the model's config has max_position_embeddings {limit}; it must be at least 2.")
     if asked is None and limit is None:
         raise UsageError("the model's config has no max_position_embeddings; give --max-model-len.")
     return asked or int(limit or 0)
@@ -145,6 +147,8 @@ def _compile(
         self_test(config, request.trust_remote_code)
     with progress.stage("passes"):
         graph, log = run_passes(graph, options, dump=request.dump_dir)
+    if not any(n.op == "kv_append" for n in graph.nodes):
+        raise PlancError("the model has no attention layer, so there is nothing to serve; check its config.")
     parameters = sum(p.numel() for p in traced.module.parameters())
     return graph, log, _model_info(source, config, graph, parameters, binding.unused)
 
@@ -184,6 +188,7 @@ def _write(
     (root / store.GRAPH).write_text(to_text(graph))
     with progress.stage("tokenizer"):
         save_tokenizer(source, root / "tokenizer")
+        _ = Tokenizer.load(root / "tokenizer").chat_template  # one that does not parse stops the build, not a request
     code = program.program(graph, options.target, options.dims)
     cpu.build(code, root / "kernels", progress=progress.counter("kernels"))
     weights.write_constants(graph, root)

@@ -131,9 +131,11 @@ def check_paths(root: Path, plan: Plan) -> None:
 
 
 def check_file(root: Path, plan: Plan, name: str) -> None:
-    """Raise PlancError when a file's hash is not the manifest's. A manifest without hashes yet lets all pass."""
+    """Raise PlancError when a file of the manifest is missing or changed. One without hashes yet lets all pass."""
     expected, path = plan.files.get(name), root / name
-    if expected is not None and path.exists() and sha256(path) != expected:
+    if expected is not None and not path.exists():
+        raise PlancError(f"{path} is missing, the manifest lists it. Build the plan again.")
+    if expected is not None and sha256(path) != expected:
         raise PlancError(f"{path} has changed since the build. Build the plan again.")
 
 

@@ -73,7 +73,7 @@ class Engine:
         self.executor = executor
         self.tokenizer = tokenizer
         self.limits = limits
-        self.eos_token_ids = tuple(eos_token_ids)
+        self.eos_token_ids = tuple(i for i in eos_token_ids if 0 <= i < executor.vocab_size)
         self.pool = BlockPool(executor.num_blocks, executor.block_size)
         self.scheduler = Scheduler(limits, self.pool, prefix_caching=prefix_caching)
         self.observer = observer or Observer()
@@ -100,9 +100,19 @@ class Engine:
         self.scheduler.check(len(prompt), params.max_tokens or max(params.min_tokens, 1))
         check_ids(prompt, self.executor.vocab_size)
         params.check_vocab(self.executor.vocab_size)
+        self._check_choice(params)
         if params.max_tokens is None:
             params = replace(params, max_tokens=self.limits.max_model_len - len(prompt))
         return params
+
+    def _check_choice(self, params: SamplingParams) -> None:
+        """RequestError when min_tokens masks every token that allowed_token_ids leaves."""
+        ends = {*self.eos_token_ids, *params.stop_token_ids}
+        if params.min_tokens and params.allowed_token_ids and ends.issuperset(params.allowed_token_ids):
+            raise RequestError(
+                "allowed_token_ids holds only tokens that end the sequence, which min_tokens forbids; allow another",
+                param="allowed_token_ids",
+            )
 
     def submit(self, prompt: Items[int], params: SamplingParams, sink: Sink, *, sample: int = 0, salt: str = "") -> int:
         """Queue a sequence and return its id. Raises RequestError before anything is queued.

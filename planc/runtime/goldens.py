@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planc.errors import PlancError
 from planc.plans.schema import Golden, Plan
 from planc.runtime.batch import Batch, Executor
 
@@ -71,7 +72,10 @@ class Scorer:
             query_start=np.concatenate([[0], ends]).astype(np.int32),
             logit_rows=np.arange(ends[-1], dtype=np.int32) if every_row else ends - np.int32(1),
         )
-        return self._executor.step(batch).copy()
+        rows = self._executor.step(batch).copy()
+        if not np.isfinite(rows).all():
+            raise PlancError("the plan's logits are not finite; look for NaN or infinity in the checkpoint's weights.")
+        return rows
 
 
 @dataclass(frozen=True)

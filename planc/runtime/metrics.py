@@ -48,6 +48,9 @@ _HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
 )
 
 
+_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+
+
 class Metrics(Observer):
     """An engine's and a server's metrics in a registry of their own."""
 
@@ -82,7 +85,8 @@ class Metrics(Observer):
         self._histograms["request_params_n"].observe(samples)
 
     def served(self, method: str, handler: str, status: int, seconds: float) -> None:
-        """An HTTP response was sent."""
+        """An HTTP response was sent. Methods that no route has share a label: clients must not make series."""
+        method = method if method in _METHODS else "other"
         self._http.labels(method, handler, str(status)).inc()
         self._http_seconds.labels(method, handler).observe(seconds)
 

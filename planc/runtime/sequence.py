@@ -101,11 +101,11 @@ class SamplingParams:
 _RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("max_tokens", 1, math.inf, False),
     ("min_tokens", 0, math.inf, False),
-    ("temperature", 0, math.inf, False),
+    ("temperature", 0, 1e30, False),  # float32 logits stay finite under this and the next bounds
     ("top_k", -1, math.inf, False),
     ("top_p", 0, 1, True),
     ("min_p", 0, 1, False),
-    ("repetition_penalty", 0, math.inf, True),
+    ("repetition_penalty", 1e-6, 1e6, False),
     ("presence_penalty", -2, 2, False),
     ("frequency_penalty", -2, 2, False),
     ("seed", -MAX_SEED, MAX_SEED - 1, False),

@@ -229,7 +229,13 @@ def test_a_full_disk_leaves_nothing(model, tmp_path: Path) -> None:
 def test_an_interrupt_leaves_nothing(model, tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "planc", "build", "--model", str(model("llama")), "-o", str(tmp_path / "plan")]
     env = os.environ | {"PLANC_CACHE_DIR": str(tmp_path / "cache")}
-    process = subprocess.Popen([*command, *SMALL], stderr=subprocess.PIPE, text=True, env=env)
+    process = subprocess.Popen(
+        [*command, *SMALL],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob(".plan.*.building/kernels")) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 
 from tests.e2e.rig import run
 
-CASES = [("llama", "f32"), ("llama", "bf16"), ("llama", "int8"), ("gemma2", "bf16")]
+CASES = [
+    ("llama", "f32"),
+    ("llama", "bf16"),
+    ("llama", "int8"),
+    ("gemma2", "bf16"),
+    ("mistral", "f32"),
+    ("gpt_neox", "f32"),
+]
 
 
 def prompts_of(seed: int, lengths: list[int]) -> list[list[int]]:

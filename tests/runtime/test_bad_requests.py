@@ -40,6 +40,8 @@ BOTH = {
     "stream_options without stream": ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
     "temperature below 0": ({"temperature": -0.1}, "temperature"),
     "temperature a word": ({"temperature": "hot"}, "temperature"),
+    "temperature beyond float32": ({"temperature": 1e39}, "temperature"),
+    "repetition_penalty beyond float32": ({"repetition_penalty": 1e-300}, "repetition_penalty"),
     "top_p 0": ({"top_p": 0}, "top_p"),
     "top_p above 1": ({"top_p": 1.1}, "top_p"),
     "top_k a fraction": ({"top_k": 0.01}, "top_k"),
@@ -265,3 +267,11 @@ def test_fuzz_never_5xx(client, path):
         assert response.status_code < 500, (body, response.text)
         if response.status_code != 200:
             refused(response, response.status_code)
+
+
+def test_no_method_of_a_client_makes_a_series(client):
+    for i in range(5):
+        client.request(f"M{i}", "/health")
+    text = client.get("/metrics").text
+    assert 'method="other"' in text
+    assert 'method="M1"' not in text

@@ -90,8 +90,8 @@ def test_unfit_plans_are_named(root, plan):
     with pytest.raises(PlancError, match="5000 threads"):
         CpuExecutor(root, plan, 2, num_threads=5000)
     (root / "kernels/other.so").write_bytes(b"\x7fELF nonsense")
-    for name in ("kernels/other.so", "kernels/none.so"):
-        with pytest.raises(PlancError, match="cannot be loaded"):
+    for name, told in (("kernels/other.so", "cannot be loaded"), ("kernels/none.so", "is missing")):
+        with pytest.raises(PlancError, match=told):
             CpuExecutor(root, with_library(root, plan, name), 2)
 
 
