@@ -56,17 +56,15 @@ def _fold_positions(graph: Graph, options: Options) -> tuple[Graph, int]:
     frontier = [n for n in frontier if n.out.type.dtype == "f32" and not _is_table_lookup(n, graph)]
     values = _evaluate(graph, known, np.arange(options.max_model_len, dtype=np.int32))
     _check_rows(graph, known, frontier, values, options.max_model_len)
-    replaced: dict[Node, Node | None] = {}
+    replaced: dict[Node, list[Node]] = {}
     weights: list[Weight] = []
     constants: dict[str, np.ndarray] = {}
     for n in frontier:
         weight, entry = const_weight(_flat(values[n.out.name]), "table")
         weights.append(weight)
         constants |= entry
-        replaced[n] = _lookup(n, weight)
-    # several frontier nodes may need one reshape after their lookup: a node stands for one or two new ones
-    new = {n: _with_reshape(graph, n, lookup) for n, lookup in replaced.items() if lookup}
-    return graph.rewrite(new, add_weights=weights, add_constants=constants), len(frontier)
+        replaced[n] = _with_reshape(n, _lookup(n, weight))
+    return graph.rewrite(dict(replaced), add_weights=weights, add_constants=constants), len(frontier)
 
 
 def _known_by_position(graph: Graph) -> dict[Node, None]:
@@ -116,7 +114,7 @@ def _lookup(n: Node, weight: Weight) -> Node:
     return Node("embedding", (weight.name, "positions"), (out,), (), n.loc)
 
 
-def _with_reshape(graph: Graph, n: Node, lookup: Node) -> list[Node]:
+def _with_reshape(n: Node, lookup: Node) -> list[Node]:
     shape = (-1, *(int(d) for d in n.out.type.shape[1:]))
     return [lookup, Node("reshape", (lookup.out.name,), (n.out,), (("shape", shape),), n.loc)]
 

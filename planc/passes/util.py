@@ -1,11 +1,9 @@
 """Small helpers that several passes share: fresh names, topological order, const-only weights."""
 
-from collections.abc import Iterable
-
 import numpy as np
 
-from planc.compiler.ir.graph import Graph, Node, Value, Weight
-from planc.compiler.ir.recipe import constant
+from planc.compiler.ir.graph import Graph, Value, Weight
+from planc.compiler.ir.recipe import constant, infer
 
 
 def order(graph: Graph) -> dict[str, int]:
@@ -25,16 +23,9 @@ def const_weight(array: np.ndarray, prefix: str) -> tuple[Weight, dict[str, np.n
     """A weight that holds `array`, named by its content so that equal ones are one, and its constants entry."""
     recipe, entry = constant(array)
     key = next(iter(entry))
-    from planc.compiler.ir.recipe import infer
-
     return Weight(Value(f"{prefix}.{key}", infer(recipe)), recipe), entry
 
 
 def readers(graph: Graph, name: str) -> int:
     """How many nodes and outputs read a value."""
     return len(graph.users[name]) + graph.outputs.count(name)
-
-
-def first_loc(nodes: Iterable[Node]) -> str:
-    """Where the first of some nodes came from."""
-    return next((n.loc or n.out.name for n in nodes), "top level")
