@@ -30,8 +30,7 @@ def lifted(path: Path) -> Lifted:
     source = open_source(str(path))
     bindings = []
     traced = trace(source.config(), prepare=lambda model: bindings.append(bind(model, source)))
-    table = {name: (t.dtype, t.shape) for name, t in source.tensors.items()}
-    return Lifted(lift(traced, table, bindings[0].names).graph, source, path)
+    return Lifted(lift(traced, bindings[0].recipes), source, path)
 
 
 def inputs(graph: Graph, ids: np.ndarray, rows: list[int]) -> dict[str, np.ndarray]:

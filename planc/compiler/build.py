@@ -141,8 +141,7 @@ def _compile(
     if binding.unused:
         progress.say(f"{len(binding.unused)} tensors of the checkpoint are not used, first {binding.unused[0]}")
     with progress.stage("lift"):
-        table = {name: (t.dtype, t.shape) for name, t in source.tensors.items()}
-        graph = lift(traced, table, binding.names).graph
+        graph = lift(traced, binding.recipes)
     with progress.stage("self-test"):
         self_test(config, request.trust_remote_code)
     with progress.stage("passes"):

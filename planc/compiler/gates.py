@@ -14,7 +14,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from planc.compiler import hooks
 from planc.compiler.ir import interp
-from planc.compiler.lift import Lifted, lift
+from planc.compiler.ir.graph import Graph
+from planc.compiler.ir.recipe import load
+from planc.compiler.lift import lift
 from planc.compiler.refusal import refused
 from planc.compiler.shrink import shrunk
 from planc.compiler.source.base import new_model, one_line
@@ -37,13 +39,13 @@ def self_test(config: PretrainedConfig, trust_remote_code: bool = False) -> floa
     """
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model, lifted = _small(config, trust_remote_code)
+        model, graph = _small(config, trust_remote_code)
         ids, positions = _prompt(model.config)
         check_local(model, ids, positions)
-        return check_logits(model, lifted, ids, positions)
+        return check_logits(model, graph, ids, positions)
 
 
-def _small(config: PretrainedConfig, trust_remote_code: bool) -> tuple[PreTrainedModel, Lifted]:
+def _small(config: PretrainedConfig, trust_remote_code: bool) -> tuple[PreTrainedModel, Graph]:
     """The smallest copy that transformers can build and that lifts, with random weights."""
     failure: PlancError | None = None
     for candidate in (*shrunk(config), config):
@@ -67,10 +69,9 @@ def random_model(config: PretrainedConfig, trust_remote_code: bool = False) -> P
     return model
 
 
-def _lifted(config: PretrainedConfig, model: nn.Module, trust_remote_code: bool) -> Lifted:
-    state = model.state_dict()
-    tensors = {name: ("f32", tuple(t.shape)) for name, t in state.items()}
-    return lift(trace(config, trust_remote_code=trust_remote_code), tensors, {name: name for name in tensors})
+def _lifted(config: PretrainedConfig, model: nn.Module, trust_remote_code: bool) -> Graph:
+    recipes = {name: load(name, "f32", tuple(t.shape)) for name, t in model.state_dict().items()}
+    return lift(trace(config, trust_remote_code=trust_remote_code), recipes)
 
 
 def _prompt(config: PretrainedConfig) -> tuple[Tensor, Tensor]:
@@ -91,14 +92,14 @@ def _run(model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
     return logits[0]
 
 
-def check_logits(model: nn.Module, lifted: Lifted, ids: Tensor, positions: Tensor) -> float:
+def check_logits(model: nn.Module, graph: Graph, ids: Tensor, positions: Tensor) -> float:
     """Compares the interpreted graph with the module on some rows; returns the relative error."""
     rows = torch.tensor([ids.shape[1] - 1, 0, ids.shape[1] // 2, 3])
     state = model.state_dict()
-    weights = interp.weights_of(lifted.graph, lambda name: state[name].numpy(), lifted.graph.constants)
+    weights = interp.weights_of(graph, lambda name: state[name].numpy(), graph.constants)
     given = {"ids": ids[0], "positions": positions[0], "logit_rows": rows}
     inputs = {name: t.numpy().astype(np.int32) for name, t in given.items()}
-    ours = torch.from_numpy(interp.run(lifted.graph, inputs, weights)["logits"])
+    ours = torch.from_numpy(interp.run(graph, inputs, weights)["logits"])
     theirs = _run(model, ids, positions)[rows]
     exact = _run(copy.deepcopy(model).double(), ids, positions)[rows]
     error, noise = _distance(ours, theirs), _distance(theirs, exact)

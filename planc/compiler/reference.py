@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from planc.compiler.ir.recipe import Recipe, evaluate
 from planc.compiler.source.base import DTYPES, ModelSource, new_model, one_line
 from planc.compiler.source.bind import bind
 from planc.compiler.source.buffers import real_buffers, to_torch
@@ -133,13 +134,16 @@ class StreamedModel:
             return
         self._loaded[module] = {name: module._parameters[name] for name in names}
         for name, fqn in names.items():
-            value = self._read(self._binding.tensor(fqn))
+            value = self._read(self._binding.recipe(fqn))
             module._parameters[name] = torch.nn.Parameter(value, requires_grad=False)
             self.live_bytes += value.nbytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def _read(self, name: str) -> torch.Tensor:
+    def _read(self, recipe: Recipe) -> torch.Tensor:
         """A tensor in the model's dtype; one stored in another is converted in pieces, never held whole in both."""
+        if recipe.op != "load":
+            return to_torch(evaluate(recipe, self._source.read, {})).to(self._dtype)
+        name = str(recipe.get("name"))
         info = self._source.tensors[name]
         if to_torch(np.empty(0, DTYPES[info.dtype])).dtype == self._dtype:
             return to_torch(self._source.read(name))

@@ -13,8 +13,7 @@ from transformers import AutoConfig
 from transformers.models.llama import modeling_llama
 
 from planc.compiler import gates
-from planc.compiler.ir.graph import Node
-from planc.compiler.lift import Lifted
+from planc.compiler.ir.graph import Graph, Node
 from planc.compiler.shrink import shrunk
 from planc.compiler.source import open_source
 from planc.compiler.trace import trace
@@ -80,14 +79,14 @@ def test_a_head_size_that_is_tied_to_something_else_is_kept() -> None:
 
 
 @cache
-def _right() -> tuple[Any, Lifted]:
+def _right() -> tuple[Any, Graph]:
     with torch.no_grad():
         return gates._small(config_of("mistral", num_hidden_layers=1, rms_norm_eps=1e-6), False)
 
 
 def _changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[Node], Node]) -> None:
     model, made = _right()
-    wrong = Lifted(made.graph.map_nodes(change))
+    wrong = made.map_nodes(change)
     monkeypatch.setattr(gates, "_small", lambda config, trust: (model, wrong))
 
 

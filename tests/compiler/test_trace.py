@@ -24,6 +24,7 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.models.llama import modeling_llama
 
 from planc.compiler import hooks
+from planc.compiler.ir.recipe import load
 from planc.compiler.ir.verify import verify
 from planc.compiler.lift import lift
 from planc.compiler.trace import trace
@@ -242,8 +243,7 @@ def test_models_without_the_hooks_are_refused(arch: str, fields: dict[str, Any],
 
 def _lift(config: Any) -> Any:
     traced = trace(config)
-    tensors = {name: ("bf16", tuple(p.shape)) for name, p in traced.module.named_parameters()}
-    return lift(traced, tensors, {name: name for name in tensors}).graph
+    return lift(traced, {n: load(n, "bf16", tuple(p.shape)) for n, p in traced.module.named_parameters()})
 
 
 def _large(layers: int) -> tuple[float, float, int]:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,6 +10,8 @@ from planc.compiler.ir.packing import pack
 from planc.compiler.ir.quant import SCHEMES
 from planc.compiler.ir.types import DTYPES, PACKED, Attr, TensorType, dtype_name
 
+# Steps that only move elements: they commute with a cast.
+MOVES = frozenset({"concat", "slice", "reshape", "transpose"})
 Reader = Callable[[str], np.ndarray]
 
 
@@ -27,6 +29,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attrs", tuple(sorted(self.attrs)))
+        object.__setattr__(self, "_hash", hash((self.op, self.inputs, self.attrs)))
+
+    def __hash__(self) -> int:
+        """Computed once: a recipe of thousands of tensors is looked up often."""
+        return self._hash  # type: ignore[attr-defined,no-any-return]
 
     def get(self, name: str) -> Attr:
         """The attribute `name` (KeyError if absent)."""
@@ -38,6 +45,12 @@ class Recipe:
             yield self
         for r in self.inputs:
             yield from r.leaves()
+
+    def steps(self) -> Iterator["Recipe"]:
+        """The recipe and every recipe below it."""
+        yield self
+        for r in self.inputs:
+            yield from r.steps()
 
     @property
     def loads(self) -> tuple[str, ...]:
@@ -70,6 +83,15 @@ def constant(array: np.ndarray) -> tuple[Recipe, dict[str, np.ndarray]]:
 def step(op: str, *inputs: Recipe, **attrs: Attr) -> Recipe:
     """An inner step: `step("cast", r, dtype="bf16")`."""
     return Recipe(op, inputs, tuple(attrs.items()))
+
+
+def cast(recipe: Recipe, dtype: str) -> Recipe:
+    """The recipe in another dtype, cast at the leaves below its moves, so that no whole tensor is ever cast at once."""
+    if infer(recipe).dtype == dtype:
+        return recipe
+    if recipe.op in MOVES:
+        return replace(recipe, inputs=tuple(cast(r, dtype) for r in recipe.inputs))
+    return step("cast", recipe, dtype=dtype)
 
 
 def infer(recipe: Recipe) -> TensorType:

@@ -2,36 +2,30 @@
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from planc.compiler.ir.graph import Graph
+from planc.compiler.ir.recipe import Recipe
 from planc.compiler.ir.types import TensorType
 from planc.compiler.lift.builder import Builder
 from planc.compiler.lift.call import Call, Lift
 from planc.compiler.lift.form import Form, Mask
 from planc.compiler.lift.layout import arrange
-from planc.compiler.lift.leaves import Tensors, conserve, leaf
+from planc.compiler.lift.leaves import conserve, leaf
 from planc.compiler.lift.table import MASK_VIEWS, RULES, closed_set
 from planc.compiler.refusal import refused
 from planc.compiler.trace import Traced
 
 
-@dataclass(frozen=True)
-class Lifted:
-    """The graph; its `constants` hold the arrays of its `const` recipes."""
-
-    graph: Graph
-
-
-def lift(traced: Traced, tensors: Tensors, names: Mapping[str, str]) -> Lifted:
+def lift(traced: Traced, recipes: Mapping[str, Recipe]) -> Graph:
     """The traced model as a graph of primitive ops over packed tokens, logits f32[R, vocab].
 
-    `tensors` gives (dtype, shape) of every checkpoint tensor, `names` the checkpoint name of every parameter. Raises
-    PlancError for an op outside of the closed set, a tensor that no packed step can hold, an argument that no rule
-    understands, and a parameter that the checkpoint lacks or that would be lost.
+    `recipes` makes every parameter from the checkpoint, under any of a tied parameter's names. The graph's `constants`
+    hold the arrays of its `const` recipes. Raises PlancError for an op outside of the closed set, a tensor that no
+    packed step can hold, an argument that no rule understands, and a parameter that the checkpoint lacks or that would
+    be lost.
     """
     builder = Builder()
     env: dict[fx.Node, Lift] = {}
@@ -39,7 +33,7 @@ def lift(traced: Traced, tensors: Tensors, names: Mapping[str, str]) -> Lifted:
     for node in traced.graph.nodes:
         if node.op == "placeholder":
             if node.users:
-                env[node] = leaf(node, traced, builder, tensors, names)
+                env[node] = leaf(node, traced, builder, recipes)
         elif node.op == "call_function":
             _lift_node(node, env, builder, traced)
         elif node.op == "output":
@@ -48,8 +42,8 @@ def lift(traced: Traced, tensors: Tensors, names: Mapping[str, str]) -> Lifted:
             raise refused(f"the trace holds {node.op} {node.target}, expected calls of ops only")
     assert output is not None
     graph = builder.graph(traced.name, output)
-    conserve(traced, graph, tensors, names)
-    return Lifted(graph)
+    conserve(traced, graph, recipes)
+    return graph
 
 
 def _lift_node(node: fx.Node, env: dict[fx.Node, Lift], builder: Builder, traced: Traced) -> None:

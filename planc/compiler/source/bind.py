@@ -7,11 +7,12 @@ name for now; their place is `_renamed`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from planc.compiler.ir.recipe import Recipe, load
 from planc.compiler.refusal import refused
 from planc.compiler.source.base import ModelSource
 from planc.errors import PlancError
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 class Binding:
     """Which checkpoint tensor each parameter reads, by the names of model.named_parameters().
 
-    names: canonical parameter or persistent buffer -> checkpoint tensor. aliases: tied name -> canonical name.
-    unused: checkpoint tensors that nothing reads, sorted.
+    recipes: canonical parameter or persistent buffer -> how the checkpoint makes it, in the stored dtype. aliases: tied
+    name -> canonical name. unused: checkpoint tensors that nothing reads, sorted.
     """
 
-    names: dict[str, str]
+    recipes: dict[str, Recipe]
     aliases: dict[str, str]
     unused: list[str]
 
@@ -36,9 +37,9 @@ class Binding:
         """The one name of a parameter that may have several."""
         return self.aliases.get(fqn, fqn)
 
-    def tensor(self, fqn: str) -> str:
-        """The checkpoint tensor of any of a parameter's names; KeyError if it has none."""
-        return self.names[self.canonical(fqn)]
+    def recipe(self, fqn: str) -> Recipe:
+        """How any of a parameter's names is made; KeyError if the checkpoint does not make it."""
+        return self.recipes[self.canonical(fqn)]
 
 
 def bind(model: nn.Module, source: ModelSource) -> Binding:
@@ -57,7 +58,8 @@ def bind(model: nn.Module, source: ModelSource) -> Binding:
     _check_missing(model, source, [name for name, _ in model.named_parameters() if name not in names])
     _check_shapes(source, {name: tuple(state[name].shape) for name in names}, names)
     used = {found[fqn] for fqn in state if fqn in found}
-    return Binding(names, aliases, sorted(set(source.tensors) - used))
+    recipes = {name: load(tensor, *astuple(source.tensors[tensor])) for name, tensor in names.items()}
+    return Binding(recipes, aliases, sorted(set(source.tensors) - used))
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+from planc.compiler.ir.recipe import evaluate
 from planc.compiler.refusal import refused
 from planc.compiler.source.base import ModelSource
 from planc.compiler.source.bind import Binding
@@ -24,9 +25,9 @@ def real_buffers(model: nn.Module, source: ModelSource, binding: Binding) -> dic
     """
     every = dict(model.named_buffers(remove_duplicate=False))
     stored = {
-        fqn: to_torch(source.read(binding.names[fqn])).to(buffer.dtype)
+        fqn: to_torch(evaluate(binding.recipes[fqn], source.read, {})).to(buffer.dtype)
         for fqn, buffer in every.items()
-        if fqn in binding.names
+        if fqn in binding.recipes
     }
     return stored | fresh_buffers(model, every.keys() - stored.keys())
 

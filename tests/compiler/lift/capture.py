@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from planc.compiler.ir import interp
+from planc.compiler.ir.graph import Graph
+from planc.compiler.ir.recipe import Recipe, load
 from planc.compiler.ir.verify import verify
-from planc.compiler.lift import Lifted, lift
+from planc.compiler.lift import lift
 from planc.compiler.trace import capture
 
 WIDTH = 24
@@ -51,21 +53,25 @@ class _Step(nn.Module):
         return out[:, logit_rows]
 
 
+def recipes(model: nn.Module, dtype: str = "f32", prefix: str = "") -> dict[str, Recipe]:
+    """Every parameter as a checkpoint holds it that uses the model's own names."""
+    return {name: load(prefix + name, dtype, tuple(p.shape)) for name, p in model.state_dict().items()}
+
+
 @cache
-def lifted(body: Body) -> Lifted:
+def lifted(body: Body) -> Graph:
     """The graph of a body (model, hidden [1, T, 24], positions [1, T]) -> [1, T, N], verified."""
     step = _Step(body)
     buffers = {name: b.clone() for name, b in step.model.named_buffers()}
     step = step.to("meta")
     with torch.no_grad():
         traced = capture("body", step, buffers, tokens=9)
-    tensors = {name: ("f32", tuple(p.shape)) for name, p in step.model.named_parameters()}
-    made = lift(traced, tensors, {name: name for name in tensors})
-    verify(made.graph, "lift")
+    made = lift(traced, recipes(step.model))
+    verify(made, "lift")
     return made
 
 
-def both(body: Body) -> tuple[Lifted, np.ndarray, np.ndarray]:
+def both(body: Body) -> tuple[Graph, np.ndarray, np.ndarray]:
     """The lifted graph, its result, and torch's, on a few rows at irregular positions."""
     made, step = lifted(body), _Step(body)
     ids = torch.randint(0, VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -76,9 +82,9 @@ def both(body: Body) -> tuple[Lifted, np.ndarray, np.ndarray]:
     return made, run(made, dict(step.model.named_parameters()), ids, positions, rows), theirs
 
 
-def run(made: Lifted, parameters: Mapping[str, Tensor], ids: Tensor, positions: Tensor, rows: Tensor) -> np.ndarray:
+def run(made: Graph, parameters: Mapping[str, Tensor], ids: Tensor, positions: Tensor, rows: Tensor) -> np.ndarray:
     """The interpreter's logits [R, N]; ids and positions are [1, T]."""
-    weights = interp.weights_of(made.graph, lambda name: parameters[name].detach().numpy(), made.graph.constants)
+    weights = interp.weights_of(made, lambda name: parameters[name].detach().numpy(), made.constants)
     given = {"ids": ids[0], "positions": positions[0], "logit_rows": rows}
     inputs = {name: t.numpy().astype(np.int32) for name, t in given.items()}
-    return interp.run(made.graph, inputs, weights)["logits"]
+    return interp.run(made, inputs, weights)["logits"]

@@ -52,7 +52,7 @@ def test_attention_equals_torch(kind: str, size: int, sinks: bool) -> None:
 
 
 def test_window_keyword_agrees_with_the_mask() -> None:
-    (node,) = [n for n in lifted(_body("sliding", 5, window=5)).graph.nodes if n.op == "attention"]
+    (node,) = [n for n in lifted(_body("sliding", 5, window=5)).nodes if n.op == "attention"]
     assert (node.attr("kind"), node.attr("window"), node.attr("sinks")) == ("sliding", 5, True)
     for kind, size in (("sliding", 6), ("causal", 0), ("chunked", 5)):
         with pytest.raises(PlancError, match="keyword says a sliding window of 5"):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,14 +11,17 @@ import pytest
 import torch
 from torch import nn
 
+from planc.compiler.ir.graph import Graph
+from planc.compiler.ir.recipe import load, step
 from planc.compiler.ir.text import parse, to_text
 from planc.compiler.ir.verify import verify
-from planc.compiler.lift import Lifted, lift, pointwise, products, table, tokens
+from planc.compiler.lift import lift, pointwise, products, table, tokens
 from planc.compiler.lift.call import Call
 from planc.compiler.lift.form import Form
+from planc.compiler.lift.leaves import conserve
 from planc.compiler.trace import Traced, trace
 from planc.errors import PlancError
-from tests.compiler.lift.capture import run
+from tests.compiler.lift.capture import recipes, run
 from tests.models import ARCHS, WINDOW, config_of, random_model
 
 TOKENS = 70  # the trace saw 9
@@ -55,7 +59,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @cache
-def plain() -> tuple[Lifted, nn.Module]:
+def plain() -> tuple[Graph, nn.Module]:
     """The first architecture, for tests that only look."""
     return lifted("llama")
 
@@ -71,16 +75,15 @@ def traced(arch: str, **fields: Any) -> Traced:
     return _TRACES[key]
 
 
-def lifted(arch: str, **fields: Any) -> tuple[Lifted, nn.Module]:
+def lifted(arch: str, **fields: Any) -> tuple[Graph, nn.Module]:
     """The lifted graph of a tiny model, and its eager module with the weights that the graph's recipes read."""
     model = random_model(config_of(arch, **fields))
-    tensors = {name: ("f32", tuple(t.shape)) for name, t in model.state_dict().items()}
-    made = lift(traced(arch, **fields), tensors, {name: name for name in tensors})
-    verify(made.graph, "lift")
+    made = lift(traced(arch, **fields), recipes(model))
+    verify(made, "lift")
     return made, model
 
 
-def error(made: Lifted, model: nn.Module, seed: int = 0) -> float:
+def error(made: Graph, model: nn.Module, seed: int = 0) -> float:
     """Largest difference of some rows' logits over the largest logit, at irregular positions; NaN stays NaN."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 300, (1, TOKENS), generator=generator)
@@ -98,19 +101,19 @@ def test_lifted_graph_equals_transformers(name: str) -> None:
     arch, fields = VARIANTS[name]
     made, model = lifted(arch, **fields)
     assert error(made, model) <= 1e-5
-    assert parse(to_text(made.graph)) == made.graph
-    assert made.graph.types["logits"].shape == ("R", model.config.vocab_size)
+    assert parse(to_text(made)) == made
+    assert made.types["logits"].shape == ("R", model.config.vocab_size)
 
 
 def test_rows_are_taken_before_the_head() -> None:
-    graph = plain()[0].graph
+    graph = plain()[0]
     (head,) = [n for n in graph.nodes if n.out.name == "logits"]
     assert head.op == "linear"
     assert graph.producers[head.inputs[0]].op == "take_rows"
 
 
 def test_names_and_places_are_readable() -> None:
-    graph = plain()[0].graph
+    graph = plain()[0]
     assert graph.producers["l1.self_attn.q_proj"].loc == "model.layers.1.self_attn.q_proj"
     assert {"l0.mlp.up_proj.weight", "embed_tokens.weight", "lm_head.weight"} <= set(graph.weight_by_name)
 
@@ -120,39 +123,65 @@ def test_names_and_places_are_readable() -> None:
 
 def test_every_parameter_is_one_weight() -> None:
     made, model = lifted("qwen2")
-    loads = Counter(name for w in made.graph.weights for name in w.recipe.loads)
+    loads = Counter(name for w in made.weights for name in w.recipe.loads)
     assert loads == Counter(name for name, _ in model.named_parameters())
     assert sum(name.endswith("q_proj.bias") for name in loads) == model.config.num_hidden_layers
 
 
 def test_tied_parameters_are_one_weight() -> None:
-    graph = lifted("llama", tie_word_embeddings=True)[0].graph
+    graph = lifted("llama", tie_word_embeddings=True)[0]
     (table_,) = [w for w in graph.weights if "embed" in w.name or "head" in w.name]
     assert {n.op for n in graph.users[table_.name]} == {"embedding", "linear"}
 
 
 def test_stored_dtype_is_cast_and_checkpoint_names_are_used() -> None:
-    shapes = {name: tuple(p.shape) for name, p in traced("llama").module.named_parameters()}
-    names = {name: f"language.{name}" for name in shapes}
-    graph = lift(traced("llama"), {names[n]: ("bf16", s) for n, s in shapes.items()}, names).graph
+    graph = lift(traced("llama"), recipes(traced("llama").module, "bf16", "language."))
     recipe = graph.weight_by_name["l0.mlp.up_proj.weight"].recipe
     assert recipe.op == "cast"
     assert recipe.loads == ("language.model.layers.0.mlp.up_proj.weight",)
 
 
+def test_a_recipe_of_several_tensors_is_cast_at_its_leaves() -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    model = traced("llama").module
+    whole = tuple(model.get_parameter(name).shape)
+    halves = [load(part, "bf16", (whole[0] // 2, whole[1])) for part in "ab"]
+    graph = lift(traced("llama"), recipes(model) | {name: step("concat", *halves, axis=0)})
+    recipe = graph.weight_by_name["l0.mlp.up_proj.weight"].recipe
+    assert recipe.op == "concat"
+    assert [r.op for r in recipe.inputs] == ["cast", "cast"]
+
+
+def test_a_parameter_that_shares_its_tensor_with_another_is_missed() -> None:
+    """q and k are rows of one tensor: the tensor is still read when the graph has lost k."""
+    made = traced("llama")
+    names = [f"model.layers.0.self_attn.{part}.weight" for part in ("k_proj", "v_proj")]
+    rows = made.module.get_parameter(names[0]).shape[0]
+    both = load("kv", "f32", (2 * rows, made.module.get_parameter(names[0]).shape[1]))
+    shared = {n: step("slice", both, axis=0, start=i * rows, stop=(i + 1) * rows) for i, n in enumerate(names)}
+    full = recipes(made.module) | shared
+    graph = lift(made, full)
+    conserve(made, graph, full)
+    (lost,) = [w for w in graph.weights if w.recipe == shared[names[0]]]
+    with pytest.raises(PlancError, match=r"layers.0.self_attn.k_proj.weight is used by the model and lost"):
+        conserve(made, replace(graph, weights=tuple(w for w in graph.weights if w != lost)), full)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("model.norm.weight"), "no tensor model.norm.weight"),
-        (lambda t: t.update({"model.norm.weight": ("f32", (65,))}), r"model.norm.weight .*\(65,\).*\(64,\)"),
+        (lambda r: r.pop("model.norm.weight"), "no tensor for parameter model.norm.weight"),
+        (
+            lambda r: r.update({"model.norm.weight": load("norm", "f32", (65,))}),
+            r"\(norm\) makes model.norm.weight \(65,\), .*\(64,\)",
+        ),
     ],
 )
 def test_missing_and_misshapen_tensors_are_refused(change: Callable[[dict[str, Any]], Any], message: str) -> None:
-    tensors: dict[str, Any] = {n: ("f32", tuple(p.shape)) for n, p in traced("llama").module.named_parameters()}
-    names = {name: name for name in tensors}
-    change(tensors)
+    full = recipes(traced("llama").module)
+    change(full)
     with pytest.raises(PlancError, match=message):
-        lift(traced("llama"), tensors, names)
+        lift(traced("llama"), full)
 
 
 @pytest.mark.parametrize(
@@ -171,13 +200,13 @@ def test_missing_and_misshapen_tensors_are_refused(change: Callable[[dict[str, A
 def test_windows_come_from_the_mask_of_each_layer(
     arch: str, fields: dict[str, Any], kinds: list[tuple[str, int]]
 ) -> None:
-    nodes = [n for n in lifted(arch, **fields)[0].graph.nodes if n.op == "attention"]
+    nodes = [n for n in lifted(arch, **fields)[0].nodes if n.op == "attention"]
     assert [(n.attr("kind"), n.attr("window")) for n in nodes] == kinds
     assert [n.attr("layer") for n in nodes] == [0, 1]
 
 
 def test_scale_and_softcap_are_kept() -> None:
-    (node, _) = [n for n in lifted("gemma2")[0].graph.nodes if n.op == "attention"]
+    (node, _) = [n for n in lifted("gemma2")[0].nodes if n.op == "attention"]
     assert (node.attr("scale"), node.attr("softcap")) == (24**-0.5, 3.0)
 
 

@@ -97,7 +97,7 @@ def test_lifted_body_equals_torch(name: str) -> None:
     }.items(),
 )
 def test_spelling_is_normalised(name: str, expected: dict[str, int]) -> None:
-    count = Counter(n.op for n in lifted(BODIES[name]).graph.nodes)
+    count = Counter(n.op for n in lifted(BODIES[name]).nodes)
     assert {op: count[op] for op in expected} == expected
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from planc.compiler.ir.recipe import infer
 from planc.compiler.source import bind, new_model, open_source
 from planc.compiler.source.bind import Binding
 from planc.errors import PlancError
@@ -35,8 +36,8 @@ def test_every_parameter_and_every_tensor_is_used(arch: str, tmp_path: Path) -> 
     binding = bind(model, source)
     assert binding.unused == []
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        assert source.tensors[binding.tensor(name)].shape == tuple(parameter.shape)
-    assert set(binding.names) == {name for name, _ in model.named_parameters()}
+        assert infer(binding.recipe(name)).shape == tuple(parameter.shape)
+    assert set(binding.recipes) == {name for name, _ in model.named_parameters()}
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
 
 
@@ -47,20 +48,20 @@ def test_base_model_prefix_is_added(arch: str, tmp_path: Path) -> None:
     edit(folder, lambda name, array: {name.split(".", 1)[1]: array})
     binding = bound(folder)
     assert binding.unused == []
-    assert all(fqn.split(".", 1)[1] == tensor for fqn, tensor in binding.names.items())
+    assert all(fqn.split(".", 1)[1] == r.get("name") for fqn, r in binding.recipes.items())
 
 
 def test_tied_head_has_one_canonical_name(tmp_path: Path) -> None:
     binding = bound(tiny("gemma2", tmp_path, tokenizer=False))
     assert binding.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
     assert binding.canonical("lm_head.weight") == "model.embed_tokens.weight"
-    assert binding.tensor("lm_head.weight") == "model.embed_tokens.weight"
+    assert binding.recipe("lm_head.weight").loads[0] == "model.embed_tokens.weight"
 
 
 def test_tied_head_stored_under_its_other_name(tmp_path: Path) -> None:
     folder = tiny("gemma2", tmp_path, tokenizer=False)
     edit(folder, lambda name, array: {name.replace("model.embed_tokens", "lm_head"): array})
-    assert bound(folder).tensor("model.embed_tokens.weight") == "lm_head.weight"
+    assert bound(folder).recipe("model.embed_tokens.weight").loads[0] == "lm_head.weight"
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -75,7 +76,7 @@ def test_tied_head_stored_twice(tmp_path: Path, same: bool) -> None:
         bound(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    assert bound(folder).tensor("lm_head.weight") == "lm_head.weight"
+    assert bound(folder).recipe("lm_head.weight").loads[0] == "lm_head.weight"
 
 
 def test_missing_tensors(tmp_path: Path) -> None:
