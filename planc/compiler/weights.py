@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from planc.compiler.ir.graph import Graph, Weight
-from planc.compiler.ir.packing import BLOCK
+from planc.compiler.ir.packing import packed_shape
 from planc.compiler.ir.recipe import evaluate
 from planc.compiler.ir.types import PACKED, TensorType
 from planc.errors import PlancError
@@ -46,12 +46,10 @@ def write_weights(graph: Graph, read: Read, root: Path, progress: Callable[[int]
 
 
 def stored_shape(t: TensorType) -> tuple[int, ...]:
-    """Shape of a weight as stored: packed layouts have [N/64, K/g, 64, g]."""
+    """Shape of a weight as stored: packed layouts have [.., N/64, K/g, 64, g]."""
     if t.layout not in PACKED:
         return tuple(int(d) for d in t.shape)
-    n, k = (int(d) for d in t.shape)
-    group = PACKED[t.layout]
-    return (-(-n // BLOCK), -(-k // group), BLOCK, group)
+    return packed_shape([int(d) for d in t.shape], t.layout)
 
 
 def _no_checkpoint(name: str) -> np.ndarray:

@@ -29,20 +29,25 @@ def fold(graph: Graph, options: Options) -> tuple[Graph, int]:
 def foldable(graph: Graph) -> list[Node]:
     """Nodes that must be gone afterwards: those that read nothing but weights."""
     names = set(graph.weight_by_name)
-    return [n for n in graph.nodes if n.inputs and names.issuperset(n.inputs)]
+    return [n for n in graph.nodes if n.inputs and names.issuperset(n.inputs) and not _has_rows(n)]
 
 
 def _fold_weights(graph: Graph) -> tuple[Graph, int]:
     weights = dict(graph.weight_by_name)
     folded: dict[Node, None] = {}
     for n in graph.nodes:
-        if not n.inputs or not all(i in weights for i in n.inputs) or len(n.outputs) != 1:
+        if not n.inputs or not all(i in weights for i in n.inputs) or len(n.outputs) != 1 or _has_rows(n):
             continue
         recipe = Recipe(n.op, tuple(weights[i].recipe for i in n.inputs), n.attrs)
         weights[n.out.name] = Weight(n.out, recipe)
         folded[n] = None
     added = [w for name, w in weights.items() if name not in graph.weight_by_name]
     return graph.rewrite(folded, add_weights=added), len(folded)
+
+
+def _has_rows(n: Node) -> bool:
+    """True when the step decides the shape: an `expand` to its tokens."""
+    return any(isinstance(d, str) for v in n.outputs for d in v.type.shape)
 
 
 def _fold_positions(graph: Graph, options: Options) -> tuple[Graph, int]:

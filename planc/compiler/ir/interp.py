@@ -22,9 +22,21 @@ def run(graph: Graph, inputs: Mapping[str, np.ndarray], weights: Mapping[str, np
 def execute(node: Node, env: Env, graph: Graph) -> None:
     """Runs one node: reads its inputs from `env`, adds its outputs."""
     types = [graph.types[i] for i in node.inputs]
-    results = OPS[node.op].ref(dict(node.attrs), [env[i] for i in node.inputs], types)
+    attrs = dict(node.attrs)
+    if "rows" in attrs:
+        attrs["length"] = _length(str(attrs["rows"]), env, graph)
+    results = OPS[node.op].ref(attrs, [env[i] for i in node.inputs], types)
     for value, array in zip(node.outputs, results, strict=True):
         env[value.name] = array
+
+
+def _length(symbol: str, env: Env, graph: Graph) -> int:
+    """How many rows this step has of an axis that no input of the node bears."""
+    for name, array in env.items():
+        t = graph.types.get(name)
+        if t is not None and symbol in t.shape:
+            return int(array.shape[t.shape.index(symbol)])
+    raise KeyError(f"no value of this step has an axis {symbol}")
 
 
 def weights_of(

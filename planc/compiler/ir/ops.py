@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planc.compiler.ir import infer, refs
+from planc.compiler.ir import fused, infer, infer_rows, refs, refs_attention, refs_experts, refs_select
 from planc.compiler.ir.types import Attr, TensorType
 
 Attrs = Mapping[str, Attr]
@@ -37,9 +37,12 @@ def _pointwise() -> list[Op]:
     rows = [Op(n, infer.same, refs.unary(fn), {}, inplace=0) for n, fn in refs.UNARY.items()]
     scalar = {"scalar": False, "reversed": False}
     rows += [Op(n, infer.binary, refs.binary(fn), scalar, inplace=0) for n, fn in refs.BINARY.items()]
+    rows += [Op(n, infer.compare, refs.compare(fn), scalar, inplace=0) for n, fn in refs.COMPARE.items()]
     rows += [
         Op("gelu", infer.same, refs.gelu, {"tanh": True}, inplace=0),
         Op("cast", infer.cast, refs.cast, {"dtype": True}),
+        Op("where", infer.where, refs.where, {}, inplace=0),
+        Op("fused", fused.infer, fused.fused, {"code": True}, inplace=0),
     ]
     return rows
 
@@ -48,12 +51,24 @@ def _reductions() -> list[Op]:
     return [Op(n, infer.reduce_last, refs.reduction(fn), {}, shard="replicate") for n, fn in refs.REDUCE.items()]
 
 
+def _rows() -> list[Op]:
+    return [
+        Op("softmax", infer.same, refs_select.softmax, {}, shard="replicate", inplace=0),
+        Op("cumsum", infer.same, refs_select.cumsum, {}, shard="replicate", inplace=0),
+        Op("argmax", infer_rows.argmax, refs_select.argmax, {}, shard="replicate"),
+        Op("topk", infer_rows.topk, refs_select.topk, {"k": True, "largest": True}, shard="replicate"),
+        Op("gather", infer_rows.gather, refs_select.gather, {}, shard="replicate"),
+        Op("scatter", infer_rows.scatter, refs_select.scatter, {"scalar": False, "add": False}, shard="replicate"),
+    ]
+
+
 def _structural() -> list[Op]:
     return [
         Op("reshape", infer.reshape, refs.reshape, {"shape": True}, view=True),
         Op("transpose", infer.transpose, refs.transpose, {"perm": True}),
         Op("slice", infer.slice_, refs.slice_, {"axis": True, "start": True, "stop": True}, view=True),
         Op("concat", infer.concat, refs.concat, {"axis": True}),
+        Op("expand", infer.expand, refs.expand, {"shape": True, "rows": False}),
         Op("copy", infer.same, refs.copy, {}),
         Op("take_rows", infer.take_rows, refs.take_rows, {}),
     ]
@@ -63,6 +78,7 @@ _NORM = {"eps": True}
 _KV = {"layer": True, "heads": True, "k_dim": True, "v_dim": True, "block": True, "dtype": True}
 _KV |= {"k_offset": True, "v_offset": True, "page_bytes": True}
 _MASK = {"scale": True, "kind": True, "window": True, "softcap": True, "layer": True}
+_HEADS = {"sinks": False, "alibi": False}
 
 
 def _model() -> list[Op]:
@@ -77,10 +93,21 @@ def _model() -> list[Op]:
         Op("add_layer_norm", infer.add_norm, refs.add_layer_norm, {**_NORM, "bias": False}, shard="replicate"),
         Op("act_mul", infer.act_mul, refs.act_mul, {"act": True}),
         Op("rotary", infer.rotary, refs.rotary, {"interleaved": True}, shard="heads"),
-        Op("attention", infer.attention, refs.attention, {**_MASK, "sinks": False}, shard="heads"),
-        Op("kv_append", infer.kv_append, refs.kv_append, _KV, shard="heads", effect=True),
-        Op("paged_attention", infer.paged, refs.paged_attention, {**_MASK, **_KV, "sinks": False}, shard="heads"),
+        Op("attention", infer.attention, refs_attention.attention, {**_MASK, **_HEADS}, shard="heads"),
+        Op("kv_append", infer.kv_append, refs_attention.kv_append, _KV, shard="heads", effect=True),
+        Op("paged_attention", infer.paged, refs_attention.paged_attention, {**_MASK, **_KV, **_HEADS}, shard="heads"),
+        Op("matmul", infer_rows.matmul, refs_experts.matmul, {}, shard="heads"),
     ]
 
 
-OPS: Mapping[str, Op] = {op.name: op for op in (*_pointwise(), *_reductions(), *_structural(), *_model())}
+def _experts() -> list[Op]:
+    q = {"scheme": True, "bias": False}
+    return [
+        Op("expert_linear", infer_rows.expert_linear, refs_experts.expert_linear, {"bias": False}, shard="experts"),
+        Op("qexpert_linear", infer_rows.qexpert_linear, refs_experts.qexpert_linear, q, shard="experts"),
+        Op("weighted_sum", infer_rows.weighted_sum, refs_experts.weighted_sum, {}, shard="experts"),
+    ]
+
+
+_TABLES = (_pointwise, _reductions, _rows, _structural, _model, _experts)
+OPS: Mapping[str, Op] = {op.name: op for table in _TABLES for op in table()}

@@ -1,8 +1,11 @@
-"""Packed layouts of linear weights: in goes W[N, K], out come blocks of 64 output channels, padded with zeros.
+"""Packed layouts of linear weights: in goes W[.., N, K], out come blocks of 64 output channels, padded with zeros.
 
 `n64` is [N/64][K][64], `n64k2` is [N/64][K/2][64][2], `n64k4` is [N/64][K/4][64][4]: the lane that a kernel reads holds
-neighbours in K of one output channel, as the dot-product instructions of the targets want them.
+neighbours in K of one output channel, as the dot-product instructions of the targets want them. A stack of matrices
+(experts) is packed one by one.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,23 +14,34 @@ from planc.compiler.ir.types import PACKED
 BLOCK = 64
 
 
-def pack(w: np.ndarray, layout: str) -> np.ndarray:
-    """W[N, K] in `layout`, shape [N/64, K/g, 64, g] with g neighbours in K; N and K padded with zeros."""
+def packed_shape(shape: Sequence[int], layout: str) -> tuple[int, ...]:
+    """[.., N/64, K/g, 64, g] of W[.., N, K] in `layout`, with g neighbours in K."""
+    *stack, n, k = shape
     group = PACKED[layout]
-    n, k = w.shape
-    blocks, groups = -(-n // BLOCK), -(-k // group)
-    out = np.zeros((blocks, groups, BLOCK, group), w.dtype)
+    return (*stack, -(-n // BLOCK), -(-k // group), BLOCK, group)
+
+
+def pack(w: np.ndarray, layout: str) -> np.ndarray:
+    """W[.., N, K] in `layout`, of shape `packed_shape`; N and K padded with zeros."""
+    out = np.zeros(packed_shape(w.shape, layout), w.dtype)
+    for at in np.ndindex(*w.shape[:-2]):
+        _pack(w[at], out[at])
+    return out
+
+
+def _pack(w: np.ndarray, out: np.ndarray) -> None:
+    blocks, groups, _, group = out.shape
+    k = w.shape[1]
     for b in range(blocks):  # one block at a time keeps the peak at one copy of the weight
         rows = w[b * BLOCK : (b + 1) * BLOCK]
         if k % group:
             rows = np.pad(rows, ((0, 0), (0, groups * group - k)))
         out[b, :, : len(rows)] = rows.reshape(len(rows), groups, group).transpose(1, 0, 2)
-    return out
 
 
-def unpack(packed: np.ndarray, n: int, k: int, layout: str) -> np.ndarray:
-    """The inverse of `pack`: W[n, k] from its packed bytes, of any shape with the right element count."""
-    group = PACKED[layout]
-    blocks, groups = -(-n // BLOCK), -(-k // group)
-    wide = packed.reshape(blocks, groups, BLOCK, group).transpose(0, 2, 1, 3)
-    return np.ascontiguousarray(wide.reshape(blocks * BLOCK, groups * group)[:n, :k])
+def unpack(packed: np.ndarray, shape: Sequence[int], layout: str) -> np.ndarray:
+    """The inverse of `pack`: W of `shape` from its packed bytes, of any shape with the right element count."""
+    *stack, n, k = shape
+    *_, blocks, groups, _, group = packed_shape(shape, layout)
+    wide = packed.reshape(*stack, blocks, groups, BLOCK, group).swapaxes(-3, -2)
+    return np.ascontiguousarray(wide.reshape(*stack, blocks * BLOCK, groups * group)[..., :n, :k])

@@ -16,13 +16,13 @@ Out = tuple[Array, ...]
 Ref = Callable[[Attrs, Sequence[Array], Types], Out]
 
 
-def _int(attrs: Attrs, name: str) -> int:
+def as_int(attrs: Attrs, name: str) -> int:
     value = attrs[name]
     assert isinstance(value, int)
     return value
 
 
-def _float(attrs: Attrs, name: str) -> float:
+def as_float(attrs: Attrs, name: str) -> float:
     value = attrs[name]
     assert isinstance(value, float | int)
     return float(value)
@@ -59,6 +59,12 @@ UNARY: Mapping[str, Callable[[Array], Array]] = {
     "relu": lambda x: np.maximum(x, 0),
     "softplus": lambda x: np.logaddexp(x, np.zeros((), x.dtype)),
     "floor": np.floor,
+    "ceil": np.ceil,
+    "trunc": np.trunc,
+    "round": np.rint,
+    "sign": lambda x: np.asarray((x > 0).astype(x.dtype) - (x < 0).astype(x.dtype), x.dtype),  # 0 for a NaN
+    "expm1": _wide(np.expm1),
+    "log1p": _wide(np.log1p),
 }
 BINARY: Mapping[str, Callable[[Array, Array], Array]] = {
     "add": np.add,
@@ -68,11 +74,23 @@ BINARY: Mapping[str, Callable[[Array, Array], Array]] = {
     "pow": np.power,
     "maximum": np.maximum,
     "minimum": np.minimum,
+    "remainder": np.remainder,
+    "floor_divide": np.floor_divide,
+}
+COMPARE: Mapping[str, Callable[[Array, Array], Array]] = {
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
 }
 REDUCE: Mapping[str, Callable[[Array], Array]] = {
     "mean": lambda x: x.mean(axis=-1, keepdims=True, dtype=np.float64).astype(x.dtype),
     "sum": lambda x: x.sum(axis=-1, keepdims=True, dtype=np.float64).astype(x.dtype),
     "amax": lambda x: x.max(axis=-1, keepdims=True),
+    "amin": lambda x: x.min(axis=-1, keepdims=True),
+    "prod": lambda x: x.prod(axis=-1, keepdims=True, dtype=np.float64).astype(x.dtype),
 }
 ACTS: Mapping[str, Callable[[Array], Array]] = {
     **{name: UNARY[name] for name in ("silu", "relu", "sigmoid", "tanh")},
@@ -91,13 +109,30 @@ def binary(fn: Callable[[Array, Array], Array]) -> Ref:
     """A reference from a two-argument function; the attribute `scalar` stands for the second (first if `reversed`)."""
 
     def ref(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
-        if "scalar" not in attrs:
-            return (np.asarray(fn(args[0], args[1])),)
-        scalar = np.asarray(attrs["scalar"], args[0].dtype)
-        pair = (scalar, args[0]) if attrs.get("reversed") else (args[0], scalar)
-        return (np.asarray(fn(*pair), args[0].dtype),)
+        pair = list(args)
+        if "scalar" in attrs:
+            pair.append(np.asarray(attrs["scalar"], args[0].dtype))
+        with np.errstate(all="ignore"):
+            return (np.asarray(fn(*(pair[::-1] if attrs.get("reversed") else pair)), args[0].dtype),)
 
     return ref
+
+
+def compare(fn: Callable[[Array, Array], Array]) -> Ref:
+    """A reference from a comparison: 1.0 where it holds, 0.0 elsewhere. A scalar meets integers as it is."""
+
+    def ref(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
+        pair = list(args)
+        if "scalar" in attrs:
+            pair.append(np.asarray(attrs["scalar"], args[0].dtype if args[0].dtype.kind == "f" else np.float64))
+        return (fn(*(pair[::-1] if attrs.get("reversed") else pair)).astype(np.float32),)
+
+    return ref
+
+
+def where(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
+    """c != 0 ? a : b; a NaN is not 0."""
+    return (np.where(args[0] != 0, args[1], args[2]),)
 
 
 def reduction(fn: Callable[[Array], Array]) -> Ref:
@@ -127,12 +162,12 @@ def transpose(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
 
 def slice_(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
     index = [slice(None)] * args[0].ndim
-    index[_int(attrs, "axis")] = slice(_int(attrs, "start"), _int(attrs, "stop"))
+    index[as_int(attrs, "axis")] = slice(as_int(attrs, "start"), as_int(attrs, "stop"))
     return (args[0][tuple(index)],)
 
 
 def concat(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
-    return (np.concatenate(args, axis=_int(attrs, "axis")),)
+    return (np.concatenate(args, axis=as_int(attrs, "axis")),)
 
 
 def copy(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
@@ -143,29 +178,37 @@ def take_rows(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
     return (args[0][args[1]],)
 
 
-def _logical(w: Array, t: TensorType) -> Array:
+def expand(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
+    """Axes of size 1 repeat. With `rows`, the interpreter says by `length` how many rows the step has."""
+    shape, x = attrs["shape"], args[0]
+    assert isinstance(shape, tuple)
+    rows = (int(attrs.get("length", 1)) if "rows" in attrs else len(x),) if shape[0] == -1 else shape[:1]  # type: ignore[arg-type]
+    return (np.ascontiguousarray(np.broadcast_to(x, (*rows, *shape[1:]))),)
+
+
+def logical(w: Array, t: TensorType) -> Array:
     """The weight in its logical shape, whatever its layout."""
     if t.layout in PACKED:
-        return unpack(w, int(t.shape[0]), int(t.shape[1]), t.layout)
+        return unpack(w, tuple(int(d) for d in t.shape), t.layout)
     return w
 
 
 def embedding(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
-    return (_logical(args[0], types[0])[args[1]].astype(np.float32),)
+    return (logical(args[0], types[0])[args[1]].astype(np.float32),)
 
 
 def qembedding(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
-    codes, scales, ids = _logical(args[0], types[0]), args[1], args[2]
+    codes, scales, ids = logical(args[0], types[0]), args[1], args[2]
     return (SCHEMES[str(attrs["scheme"])].dequantize(codes[ids], scales[ids]),)
 
 
 def linear(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
-    y = args[0] @ _logical(args[1], types[1]).astype(np.float32).T
+    y = args[0] @ logical(args[1], types[1]).astype(np.float32).T
     return (y + args[2] if attrs.get("bias") else y,)
 
 
 def qlinear(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
-    w = SCHEMES[str(attrs["scheme"])].dequantize(_logical(args[1], types[1]), args[2])
+    w = SCHEMES[str(attrs["scheme"])].dequantize(logical(args[1], types[1]), args[2])
     y = args[0] @ w.T
     return (y + args[3] if attrs.get("bias") else y,)
 
@@ -176,7 +219,7 @@ def _rms(x: Array, eps: float) -> Array:
 
 
 def rms_norm(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
-    y = _rms(args[0], _float(attrs, "eps"))
+    y = _rms(args[0], as_float(attrs, "eps"))
     return (y * args[1] if len(args) > 1 else y,)
 
 
@@ -184,7 +227,7 @@ def _layer_norm(attrs: Attrs, x: Array, params: Sequence[Array]) -> Array:
     wide = x.astype(np.float64)
     centred = wide - wide.mean(axis=-1, keepdims=True)
     var = np.square(centred).mean(axis=-1, keepdims=True)
-    y = np.asarray(centred / np.sqrt(var + _float(attrs, "eps")), np.float32)
+    y = np.asarray(centred / np.sqrt(var + as_float(attrs, "eps")), np.float32)
     if len(params) > (1 if attrs.get("bias") else 0):
         y = y * params[0]
     return np.asarray(y + params[-1] if attrs.get("bias") else y)
@@ -225,81 +268,4 @@ def rotary(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
     )
     a, b = x[..., first], x[..., second]
     out[..., first], out[..., second] = a * c - b * s, b * c + a * s
-    return (out,)
-
-
-def _visible(attrs: Attrs, q_pos: Array, k_pos: Array) -> Array:
-    """[queries, keys]: which keys a query sees."""
-    q, k, w = q_pos[:, None], k_pos[None], _int(attrs, "window")
-    seen = k <= q
-    if attrs["kind"] == "sliding":
-        seen &= k > q - w
-    if attrs["kind"] == "chunked":
-        seen &= k // w == q // w
-    return np.asarray(seen)
-
-
-def _attend(attrs: Attrs, q: Array, k: Array, v: Array, q_pos: Array, sinks: Array | None) -> Array:
-    """q[T, Hq, D] over keys k[N, Hk, D] at positions 0..N-1, values v[N, Hk, Dv]."""
-    group = q.shape[1] // k.shape[1]
-    wide = np.einsum("thd,nhd->htn", q.astype(np.float64), np.repeat(k, group, axis=1).astype(np.float64))
-    scores = wide * _float(attrs, "scale")
-    cap = _float(attrs, "softcap")
-    if cap:
-        scores = cap * np.tanh(scores / cap)
-    scores = np.where(_visible(attrs, q_pos, np.arange(len(k)))[None], scores, -np.inf)
-    peak = scores.max(axis=-1, keepdims=True)
-    if sinks is not None:
-        peak = np.maximum(peak, sinks[:, None, None])
-    p = np.exp(scores - peak)
-    total = p.sum(axis=-1, keepdims=True)
-    if sinks is not None:
-        total = total + np.exp(sinks[:, None, None] - peak)
-    out = np.einsum("htn,nhd->thd", p / total, np.repeat(v, group, axis=1).astype(np.float64))
-    return out.astype(np.float32)
-
-
-def attention(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
-    """All tokens are one sequence in order; the mask goes by index."""
-    q, k, v = args[:3]
-    return (_attend(attrs, q, k, v, np.arange(len(q)), args[3] if attrs.get("sinks") else None),)
-
-
-def _pages(attrs: Attrs, kv: Array) -> tuple[Array, Array]:
-    """Writable views of one layer: K [P, heads, k_dim, block], V [P, heads, block, v_dim]."""
-    heads, block = _int(attrs, "heads"), _int(attrs, "block")
-    dtype = DTYPES[str(attrs["dtype"])]
-    out = []
-    for name, shape in (("k", (heads, _int(attrs, "k_dim"), block)), ("v", (heads, block, _int(attrs, "v_dim")))):
-        start = _int(attrs, f"{name}_offset")
-        size = int(np.prod(shape)) * dtype.itemsize
-        out.append(kv[:, start : start + size].view(dtype).reshape(len(kv), *shape))
-    return out[0], out[1]
-
-
-def kv_append(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
-    """Writes the step's keys and values into the cache at `slots`; the cache array itself changes."""
-    k, v, slots, kv = args
-    keys, values = _pages(attrs, kv)
-    page, offset = np.divmod(slots, _int(attrs, "block"))
-    keys[page, :, :, offset] = k
-    values[page, :, offset] = v
-    return ()
-
-
-def paged_attention(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
-    """Each sequence's queries over its cached keys, found through its row of the page table."""
-    q, kv, table, start, positions = args[:5]
-    keys, values = _pages(attrs, kv)
-    out = np.zeros((*q.shape[:2], _int(attrs, "v_dim")), np.float32)
-    for s in range(len(table)):
-        rows = slice(int(start[s]), int(start[s + 1]))
-        if rows.start == rows.stop:
-            continue
-        q_pos = positions[rows]
-        n = int(q_pos.max()) + 1
-        pages = table[s, : -(-n // _int(attrs, "block"))]
-        k = keys[pages].astype(np.float32).transpose(0, 3, 1, 2).reshape(-1, *keys.shape[1:3])[:n]
-        v = values[pages].astype(np.float32).transpose(0, 2, 1, 3).reshape(-1, values.shape[1], values.shape[3])[:n]
-        out[rows] = _attend(attrs, q[rows], k, v, q_pos, args[5] if attrs.get("sinks") else None)
     return (out,)

@@ -46,7 +46,7 @@ class TensorType:
 
     Layouts: `row` is dense row-major; `strides:a,b` gives the strides, in elements, of every axis but the innermost,
     whose stride is 1 (a view into a wider buffer); `n64`, `n64k2`, `n64k4` are the packed layouts of linear weights,
-    where `shape` stays the logical (N, K).
+    where `shape` stays the logical (N, K), or (E, N, K) for a stack of experts.
     """
 
     dtype: str
@@ -89,9 +89,9 @@ class TensorType:
         """Bytes of the tensor, padding of packed layouts included; symbols come from `dims` (KeyError if absent)."""
         shape = [d if isinstance(d, int) else (dims or {})[d] for d in self.shape]
         if self.layout in PACKED:
-            n, k = shape
+            *stack, n, k = shape
             step = PACKED[self.layout]
-            shape = [-(-n // 64) * 64, -(-k // step) * step]
+            shape = [*stack, -(-n // 64) * 64, -(-k // step) * step]
         return prod(shape) * self.itemsize
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from planc.compiler.ir.packing import pack
 from planc.compiler.ir.quant import SCHEMES
-from planc.compiler.ir.refs import BINARY, REDUCE, UNARY
+from planc.compiler.ir.refs import BINARY, COMPARE, REDUCE, UNARY
 from planc.compiler.ir.types import Attr, TensorType, dtype_name
 
 RNG = np.random.default_rng(0)
@@ -42,11 +42,21 @@ def positive(*shape: int) -> np.ndarray:
     return RNG.uniform(0.5, 2.0, shape).astype(np.float32)
 
 
+def special(*shape: int) -> np.ndarray:
+    """Whole numbers and halves, so that equals abound, with NaN and infinities among them."""
+    x = (RNG.integers(-6, 7, shape) / 2).astype(np.float32)
+    flat = x.reshape(-1)
+    flat[RNG.integers(0, flat.size, 6)] = [np.nan, np.inf, -np.inf, -0.0, np.nan, np.inf]
+    return x
+
+
 def samples() -> Iterator[Sample]:
     x, y = normal(5, 3, 8), normal(5, 3, 8)
     ids = np.array([3, 0, 6, 6, 2], np.int32)
     for name in UNARY:
-        yield Sample(name, (positive(5, 8) if name in ("log", "sqrt", "rsqrt") else normal(5, 8),), tokens=(True,))
+        yield Sample(
+            name, (positive(5, 8) if name in ("log", "sqrt", "rsqrt", "log1p") else normal(5, 8),), tokens=(True,)
+        )
     for name in BINARY:
         a = positive(5, 3, 8)
         yield Sample(name, (a, y), tokens=(True, True))
@@ -56,6 +66,9 @@ def samples() -> Iterator[Sample]:
         yield Sample(name, (a,), {"scalar": 1.5, "reversed": True}, tokens=(True,))
     for name in REDUCE:
         yield Sample(name, (x,), tokens=(True,))
+    yield from _pointwise()
+    yield from _rows()
+    yield from _expand()
     yield Sample("gelu", (x,), {"tanh": True}, tokens=(True,))
     yield Sample("gelu", (x,), {"tanh": False}, tokens=(True,))
     yield Sample("cast", (ids,), {"dtype": "f32"}, tokens=(True,))
@@ -86,6 +99,88 @@ def samples() -> Iterator[Sample]:
         yield Sample("act_mul", (x, y), {"act": act}, tokens=(True, True))
     yield from _rotary(ids)
     yield from _attention()
+    yield from _products()
+    yield from _experts()
+
+
+def _pointwise() -> Iterator[Sample]:
+    for name in ("sign", "round", "ceil", "trunc", "floor"):
+        yield Sample(name, (special(5, 8),), tokens=(True,))
+    for name in ("expm1", "log1p"):
+        yield Sample(name, (normal(5, 8) * np.float32(1e-4),), tokens=(True,))
+    whole = RNG.integers(-9, 10, (5, 8)).astype(np.int32)
+    parts = RNG.integers(1, 5, (5, 8)).astype(np.int32) * np.int32([1, -1] * 4)
+    for name in COMPARE:
+        yield Sample(name, (special(5, 8), special(5, 8)), tokens=(True, True))
+        yield Sample(name, (special(5, 8),), {"scalar": 0.5}, tokens=(True,))
+        yield Sample(name, (special(5, 8),), {"scalar": 0.5, "reversed": True}, tokens=(True,))
+        yield Sample(name, (whole, parts), tokens=(True, True))
+        yield Sample(name, (whole,), {"scalar": 1.5}, tokens=(True,))
+    for name in ("remainder", "floor_divide"):
+        yield Sample(name, (whole, parts), tokens=(True, True))
+        yield Sample(name, (whole,), {"scalar": -4}, tokens=(True,))
+        yield Sample(name, (special(5, 8), special(5, 8)), tokens=(True, True))
+        yield Sample(name, (special(5, 8),), {"scalar": 1.5, "reversed": True}, tokens=(True,))
+    yield Sample("where", (special(5, 1), normal(5, 8), special(8)), tokens=(True, True, False))
+    yield Sample("where", (special(5, 8), whole, parts), tokens=(True, True, True))
+    code = "mul(i0,0.5);gelu_tanh(t0);gt(t1,i1);where(t2,t1,-inf);maximum(t3,i2);gelu(t4)"
+    yield Sample("fused", (normal(5, 3, 8), normal(5, 1, 1), normal(8)), {"code": code}, tokens=(True, True, False))
+    yield Sample("fused", (normal(5, 8), normal(5, 8)), {"code": "mul(i0,i1)"}, tokens=(True, True))
+
+
+def _rows() -> Iterator[Sample]:
+    x = special(7, 3, 9)
+    bare = np.full((4, 6), -np.inf, np.float32)
+    bare[0, 2] = 1
+    yield Sample("amin", (x,), tokens=(True,))
+    yield Sample("softmax", (normal(5, 3, 8) * 20,), tokens=(True,))
+    yield Sample("softmax", (bare,), tokens=(True,))
+    yield Sample("softmax", (x,), tokens=(True,))
+    yield Sample("cumsum", (x,), tokens=(True,))
+    yield Sample("argmax", (x,), tokens=(True,))
+    for largest in (True, False):
+        yield Sample("topk", (normal(5, 8),), {"k": 3, "largest": largest}, tokens=(True,))
+        yield Sample("topk", (x,), {"k": 9, "largest": largest}, tokens=(True,))
+    index = RNG.integers(0, 9, (7, 3, 4)).astype(np.int32)
+    yield Sample("gather", (x, index), tokens=(True, True))
+    yield Sample("gather", (normal(1, 9), index[:, 0]), tokens=(False, True))
+    yield Sample("gather", (index, index[:, :1] % 4), tokens=(True, True))
+    apart = np.argsort(normal(7, 3, 9), -1)[..., :4].astype(np.int32)
+    yield Sample("scatter", (x, apart, normal(7, 3, 4)), tokens=(True, True, True))
+    yield Sample("scatter", (normal(1, 1, 9), apart), {"scalar": -1.5}, tokens=(False, True))
+    yield Sample("scatter", (normal(7, 3, 9), index, normal(7, 3, 4)), {"add": True}, tokens=(True, True, True))
+
+
+def _expand() -> Iterator[Sample]:
+    yield Sample("expand", (normal(5, 1, 4),), {"shape": (-1, 3, 4)}, tokens=(True,))
+    yield Sample("expand", (normal(1, 4),), {"shape": (3, 4)})
+    yield Sample("expand", (normal(1, 4),), {"shape": (-1, 4), "rows": "T", "length": 5})
+
+
+def _products() -> Iterator[Sample]:
+    yield Sample("matmul", (normal(5, 2, 3, 8), normal(5, 1, 8, 4)), tokens=(True, True))
+    yield Sample("matmul", (normal(5, 3, 8), normal(8, 4)), tokens=(True, False))
+    yield Sample("matmul", (normal(5, 8), normal(8, 4)), tokens=(True, False))
+    yield Sample("weighted_sum", (normal(5, 3, 8), normal(5, 3)), tokens=(True, True))
+
+
+def _experts() -> Iterator[Sample]:
+    w, bias = normal(4, 70, 9), normal(4, 70)
+    picks = RNG.integers(-1, 5, (5, 2)).astype(np.int32)  # -1 and 4 are no experts
+    scheme = SCHEMES["int8"]
+    q, s = scheme.part(w, "q"), scheme.part(w, "s")
+    three = (True, True, False)
+    for x in (normal(5, 9), normal(5, 2, 9)):
+        yield Sample("expert_linear", (x, picks, w), tokens=three)
+        yield Sample("expert_linear", (x, picks, w, bias), {"bias": True}, three)
+        yield Sample("qexpert_linear", (x, picks, q, s), {"scheme": "int8"}, three)
+    every = np.arange(4, dtype=np.int32)
+    yield Sample("expert_linear", (normal(5, 9), every, w), tokens=(True,))
+    layouts, shapes = ("row", "row", "n64"), (None, None, w.shape)
+    yield Sample("expert_linear", (normal(5, 9), picks, pack(w, "n64")), {}, three, layouts, shapes)
+    args = (normal(5, 9), picks, pack(q, "n64k4"), s, bias)
+    layouts = ("row", "row", "n64k4")
+    yield Sample("qexpert_linear", args, {"scheme": "int8", "bias": True}, three, layouts, shapes)
 
 
 def _packed(ids: np.ndarray) -> Iterator[Sample]:
@@ -121,3 +216,6 @@ def _attention() -> Iterator[Sample]:
             qkv = (normal(9, 6, 8), normal(9, 2, 8), normal(9, 2, 5))
             yield Sample("attention", qkv, attrs, (True, True, True))
             yield Sample("attention", (*qkv, normal(6)), {**attrs, "sinks": True}, (True, True, True, False))
+            yield Sample("attention", (*qkv, normal(6)), {**attrs, "alibi": True}, (True, True, True, False))
+            both = {**attrs, "sinks": True, "alibi": True}
+            yield Sample("attention", (*qkv, normal(6), normal(6)), both, (True, True, True, False, False))

@@ -58,7 +58,7 @@ def expected(s: Sample) -> tuple[torch.Tensor, ...]:
 
 
 def _logical(a, t):
-    return unpack(a, *t.shape, t.layout) if t.layout in PACKED else a
+    return unpack(a, t.shape, t.layout) if t.layout in PACKED else a
 
 
 def _norm(name):
@@ -97,13 +97,17 @@ def _rotary(s, x, cos, sin, positions):
     return torch.cat([flat, rest], -1)
 
 
-def _attention(s, q, k, v, sinks=None):
+def _attention(s, q, k, v, *rest):
+    sinks = rest[0] if s.attrs.get("sinks") else None
+    slopes = rest[-1] if s.attrs.get("alibi") else None
     group = q.shape[1] // k.shape[1]
     q, k, v = (t.transpose(0, 1) for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
     scores = q @ k.mT * s.attrs["scale"]
     if s.attrs["softcap"]:
         scores = s.attrs["softcap"] * torch.tanh(scores / s.attrs["softcap"])
     i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])[None]
+    if slopes is not None:
+        scores = scores + slopes[:, None, None] * (j - i)
     seen = {
         "causal": j <= i,
         "sliding": (j <= i) & (i - j < max(1, s.attrs["window"])),
@@ -116,7 +120,62 @@ def _attention(s, q, k, v, sinks=None):
     return (p @ v).transpose(0, 1)
 
 
+def _topk(s, x):
+    """Stable, hence the lowest index first among equals."""
+    values, index = torch.sort(x, dim=-1, descending=s.attrs["largest"], stable=True)
+    return values[..., : s.attrs["k"]], index[..., : s.attrs["k"]]
+
+
+def _gather(s, x, i):
+    lead = torch.broadcast_shapes(x.shape[:-1], i.shape[:-1])
+    return torch.gather(x.expand(*lead, -1), -1, i.expand(*lead, -1))
+
+
+def _scatter(s, x, i, src=None):
+    x = x.expand(*i.shape[:-1], -1)
+    if src is None:
+        return x.scatter(-1, i, s.attrs["scalar"])
+    return x.scatter_add(-1, i, src) if s.attrs.get("add") else x.scatter(-1, i, src)
+
+
+def _experts(s, x, ids, w, *rest):
+    """Every expert over every token, then the chosen ones."""
+    if s.op == "qexpert_linear":
+        w, rest = w * rest[0][..., None], rest[1:]
+    slots = ids.expand(len(x), -1)
+    rows = x if x.ndim == 3 else x[:, None].expand(-1, slots.shape[1], -1)
+    every = torch.einsum("tjk,enk->tjen", rows, w) + (rest[0] if rest else 0)
+    chosen = every.gather(2, slots.clamp(0, len(w) - 1)[..., None, None].expand(-1, -1, 1, every.shape[-1]))[:, :, 0]
+    return chosen * ((slots >= 0) & (slots < len(w)))[..., None]
+
+
+def _fused(s, *args):
+    """The one code of the samples, by hand."""
+    if s.attrs["code"] == "mul(i0,i1)":
+        return args[0] * args[1]
+    x = F.gelu(args[0] * 0.5, approximate="tanh")
+    kept = torch.where(x > args[1], x, torch.tensor(-torch.inf, dtype=torch.float64))
+    return F.gelu(torch.maximum(kept, args[2]))
+
+
 SPECIAL = {
+    "topk": _topk,
+    "gather": _gather,
+    "scatter": _scatter,
+    "expert_linear": _experts,
+    "qexpert_linear": _experts,
+    "fused": _fused,
+    "weighted_sum": lambda s, y, w: (y * w[..., None]).sum(1),
+    "matmul": lambda s, a, b: a @ b,
+    "softmax": lambda s, x: x.softmax(-1),
+    "cumsum": lambda s, x: x.cumsum(-1),
+    "argmax": lambda s, x: x.argmax(-1, keepdim=True),
+    "where": lambda s, c, a, b: torch.where(c != 0, a, b),
+    "expand": lambda s, x: (
+        x.expand(s.attrs.get("length", -1), *s.attrs["shape"][1:])
+        if s.attrs["shape"][0] == -1
+        else x.expand(s.attrs["shape"])
+    ),
     "gelu": lambda s, x: F.gelu(x, approximate="tanh" if s.attrs["tanh"] else "none"),
     "cast": lambda s, x: x.to(torch.bfloat16) if s.attrs["dtype"] == "bf16" else x,
     "reshape": lambda s, x: x.reshape(s.attrs["shape"]),
@@ -141,5 +200,8 @@ TORCH = {
     "softplus": F.softplus, "floor": torch.floor, "add": torch.add, "sub": torch.sub, "mul": torch.mul,
     "div": torch.div, "pow": torch.pow, "maximum": torch.maximum, "minimum": torch.minimum,
     "mean": lambda x: x.mean(-1, keepdim=True), "sum": lambda x: x.sum(-1, keepdim=True),
-    "amax": lambda x: x.amax(-1, keepdim=True),
+    "amax": lambda x: x.amax(-1, keepdim=True), "amin": lambda x: x.amin(-1, keepdim=True),
+    "prod": lambda x: x.prod(-1, keepdim=True), "expm1": torch.expm1, "log1p": torch.log1p, "sign": torch.sign,
+    "round": torch.round, "ceil": torch.ceil, "trunc": torch.trunc, "gt": torch.gt, "ge": torch.ge, "lt": torch.lt,
+    "le": torch.le, "eq": torch.eq, "ne": torch.ne, "remainder": torch.remainder, "floor_divide": torch.floor_divide,
 }  # fmt: skip
