@@ -1,16 +1,16 @@
-"""Axes of elementwise kernels: in go an output type and its operands, out come three extents and everyone's strides."""
+"""Axes of elementwise kernels: in go an output type and its operands, out come extents and everyone's strides."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planc.compiler.ir.types import TensorType
 
-MAX_AXES = 3
+_AXES = 3  # at least: kernels of few axes then differ in numbers only
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Extents of up to three feature axes, and (row, a, b, c) strides in elements of the output and of each input."""
+    """Extents of the feature axes, and (row, a, b, c) strides in elements of the output and of each input."""
 
     extent: tuple[int, ...]
     out: tuple[int, ...]
@@ -23,11 +23,6 @@ class Axes:
         return "_".join(["x".join(map(str, self.extent)), *("s" + "o".join(map(str, s)) for s in sides)])
 
 
-def fits(out: TensorType, inputs: Sequence[TensorType]) -> bool:
-    """True when the operands' axes fold into three."""
-    return len(_fold(_rows(out, inputs))) <= MAX_AXES
-
-
 def elementwise(out: TensorType, inputs: Sequence[TensorType]) -> Axes:
     """Axes of an op that maps inputs that broadcast to `out`."""
     return _axes(out.strides()[0] if out.shape else 0, _row_strides(out, inputs), _rows(out, inputs))
@@ -38,20 +33,21 @@ def strided(extent: Sequence[int], out: Sequence[int], x: Sequence[int]) -> Axes
     return _axes(out[0], [x[0]], list(zip(extent, out[1:], x[1:], strict=True)))
 
 
-def outer(out: TensorType, inputs: Sequence[TensorType]) -> Axes:
-    """Axes that reach every vector along the last axis, which a kernel walks itself; the innermost extent is 1."""
-    rows = _rows(out, inputs)[:-1]
-    return _axes(out.strides()[0], _row_strides(out, inputs), [*rows, (1, *(1 for _ in range(len(inputs) + 1)))])
+def outer(out: TensorType, inputs: Sequence[TensorType], *, inner: int = 1) -> Axes:
+    """Axes that reach every vector along the last axis (or last `inner` axes), which a kernel walks itself.
+
+    The innermost extent is 1.
+    """
+    return _axes(out.strides()[0], _row_strides(out, inputs), _rows(out, inputs)[:-inner], walked=True)
 
 
-def _axes(out_row: int, rows: Sequence[int], table: list[tuple[int, ...]]) -> Axes:
-    """From one (extent, out stride, input strides..) for each feature axis."""
+def _axes(out_row: int, rows: Sequence[int], table: list[tuple[int, ...]], *, walked: bool = False) -> Axes:
+    """From one (extent, out stride, input strides..) for each feature axis; `walked` leaves no innermost one."""
     width = len(rows) + 2
-    inner = table[-1] if table and table[-1][0] == 1 and table[-1][1] == 1 else None
-    folded = _fold(table[:-1] if inner else table)
-    if inner or not folded or folded[-1][1] != 1:
+    folded = _fold(table)
+    if walked or not folded or folded[-1][1] != 1:
         folded.append((1,) * width)  # kernels write the innermost axis densely
-    folded = [(1, *(0,) * (width - 1))] * (MAX_AXES - len(folded)) + folded
+    folded = [(1, *(0,) * (width - 1))] * (_AXES - len(folded)) + folded
     extent, out, *inputs = (tuple(column) for column in zip(*folded, strict=True))
     return Axes(extent, (out_row, *out), tuple((r, *s) for r, s in zip(rows, inputs, strict=True)))
 

@@ -1,9 +1,12 @@
-"""CPU kernel rows of elementwise ops, reductions over the last axis, and ops that only move data."""
+"""CPU kernel rows of pointwise ops: unary, binary, comparisons, gated activations, casts, and fused chains."""
 
-from planc.codegen.axes import Axes, elementwise, fits, outer, strided
-from planc.codegen.kernel import Constant, Design, Row, Types, integer, real
+from collections.abc import Callable
+from math import isinf, isnan
+
+from planc.codegen.axes import Axes, elementwise
+from planc.codegen.kernel import ANY_VIEW, Constant, Design, Row, Types, integer, real
+from planc.compiler.ir.fused import Arg, Statement, parse
 from planc.compiler.ir.graph import Node
-from planc.compiler.ir.types import TensorType
 
 _UNARY = {
     "neg": "Neg",
@@ -23,8 +26,14 @@ _UNARY = {
     "relu": "Relu",
     "softplus": "Softplus",
     "floor": "Floor",
-    "copy": "Copy",
+    "ceil": "Ceil",
+    "trunc": "Trunc",
+    "round": "Round",
+    "sign": "Sign",
+    "expm1": "Expm1",
+    "log1p": "Log1p",
 }
+_COMPARE = {"gt": "Gt", "ge": "Ge", "lt": "Lt", "le": "Le", "eq": "Eq", "ne": "Ne"}
 _BINARY = {
     "add": "Add",
     "sub": "Sub",
@@ -33,9 +42,11 @@ _BINARY = {
     "pow": "Pow",
     "maximum": "Maximum",
     "minimum": "Minimum",
+    "remainder": "Remainder",
+    "floor_divide": "FloorDivide",
+    **_COMPARE,
 }
-_ON_INTS = ("add", "sub", "mul", "maximum", "minimum")
-_REDUCTIONS = {"sum": "Sum", "mean": "Mean", "amax": "Amax"}
+_ON_INTS = ("neg", "abs", "square", "sign", *(op for op in _BINARY if op not in ("div", "pow")))
 _ACTS = {
     "silu": "Silu",
     "relu": "Relu",
@@ -45,43 +56,34 @@ _ACTS = {
     "gelu_tanh": "GeluTanh",
     "relu2": "Relu2",
 }
+_IN_CHAINS = {**_UNARY, **_BINARY, "gelu": "Gelu", "gelu_tanh": "GeluTanh", "where": "Where"}
 _CPP = {"f32": "float", "i32": "int32_t"}
 
 
-def _pointwise(
-    function: str, axes: Axes, constants: tuple[Constant, ...] = (), dtypes: tuple[str, str] = ("f32", "f32")
-) -> Design:
-    """A design of pointwise.cpp.jinja; `dtypes` are those of the inputs and of the output."""
-    floats = dtypes == ("f32", "f32")
-    walk = "Pointwise" if floats else "ScalarPointwise"
-    variables = {"function": function, "extent": axes.extent, "out": axes.out, "inputs": axes.inputs, "walk": walk}
-    variables |= {"in_element": _CPP[dtypes[0]], "out_element": _CPP[dtypes[1]]}
+def _pointwise(function: str, node: Node, types: Types, constants: tuple[Constant, ...] = ()) -> Design:
+    """A design of pointwise.cpp.jinja: vectors when all is float32, one element at a time otherwise."""
+    axes = elementwise(node.out.type, types)
+    dtypes = [t.dtype for t in (*types, node.out.type)]
+    floats = set(dtypes) == {"f32"}
+    variables = pointwise_variables(function, axes) | {"walk": "Pointwise" if floats else "ScalarPointwise"}
+    variables |= {"elements": [_CPP[d] for d in dtypes[:-1]], "out_element": _CPP[dtypes[-1]]}
     return Design(constants, variables, (*(() if floats else dtypes), axes.tag))
 
 
-def _f32(node: Node, types: Types) -> bool:
-    return all(t.dtype == "f32" for t in types) and fits(node.out.type, types)
+def pointwise_variables(function: str, axes: Axes) -> dict[str, object]:
+    """Variables of pointwise.cpp.jinja for a function of float vectors."""
+    made: dict[str, object] = {"function": function, "extent": axes.extent, "out": axes.out, "inputs": axes.inputs}
+    made |= {"walk": "Pointwise", "elements": ["float"] * len(axes.inputs), "out_element": "float", "code": ()}
+    return made
 
 
-def _unary(node: Node, types: Types) -> Design:
-    return _pointwise(f"planc::{_UNARY[node.op]}", elementwise(node.out.type, types))
+def _tagged(tag: str, design: Design) -> Design:
+    return Design(design.constants, design.variables, (tag, *design.tags))
 
 
-def _gelu(node: Node, types: Types) -> Design:
-    tanh = bool(node.attr("tanh"))
-    design = _pointwise("planc::GeluTanh" if tanh else "planc::Gelu", elementwise(node.out.type, types))
-    return Design(design.constants, design.variables, ("tanh" if tanh else "erf", *design.tags))
-
-
-def _act_mul(node: Node, types: Types) -> Design:
-    act = str(node.attr("act"))
-    design = _pointwise(f"planc::Gated<planc::{_ACTS[act]}>", elementwise(node.out.type, types))
-    return Design(design.constants, design.variables, (act, *design.tags))
-
-
-def _binary_fits(node: Node, types: Types) -> bool:
-    ints = all(t.dtype == "i32" for t in types) and node.op in _ON_INTS and _whole(node)
-    return (ints or all(t.dtype == "f32" for t in types)) and fits(node.out.type, types)
+def _fits(node: Node, types: Types) -> bool:
+    dtypes = {t.dtype for t in types}
+    return dtypes == {"f32"} or (dtypes == {"i32"} and node.op in _ON_INTS and _whole(node))
 
 
 def _whole(node: Node) -> bool:
@@ -90,120 +92,96 @@ def _whole(node: Node) -> bool:
     return scalar.is_integer() and -(2**31) <= scalar < 2**31
 
 
+def _unary(node: Node, types: Types) -> Design:
+    return _pointwise(f"planc::{_UNARY[node.op]}", node, types)
+
+
+def _gelu(node: Node, types: Types) -> Design:
+    tanh = bool(node.attr("tanh"))
+    return _tagged("tanh" if tanh else "erf", _pointwise("planc::GeluTanh" if tanh else "planc::Gelu", node, types))
+
+
+def _act_mul(node: Node, types: Types) -> Design:
+    act = str(node.attr("act"))
+    return _tagged(act, _pointwise(f"planc::Gated<planc::{_ACTS[act]}>", node, types))
+
+
 def _binary(node: Node, types: Types) -> Design:
-    dtypes = (types[0].dtype, types[0].dtype)
-    axes = elementwise(node.out.type, types)
     if len(types) == 2:
-        return _pointwise(f"planc::{_BINARY[node.op]}", axes, dtypes=dtypes)
+        return _pointwise(f"planc::{_BINARY[node.op]}", node, types)
     scalar, swapped = float(node.attr("scalar")), bool(node.attr("reversed", False))  # type: ignore[arg-type]
-    if node.op == "pow" and not swapped and scalar in (2.0, 3.0, 4.0):
-        design = _pointwise(f"planc::PowInt<{int(scalar)}>", axes)
-        return Design((), design.variables, (f"int{int(scalar)}", *design.tags))
+    if _is_power(node.op, scalar) and not swapped:
+        return _tagged(f"int{int(scalar)}", _pointwise(f"planc::PowInt<{int(scalar)}>", node, types))
     function = f"planc::WithConstant<planc::{_BINARY[node.op]}, Config, {str(swapped).lower()}>"
-    value = integer("VALUE", int(scalar)) if dtypes[0] == "i32" else real("VALUE", scalar)
-    design = _pointwise(function, axes, (value,), dtypes)
-    return Design(design.constants, design.variables, ("reversed" if swapped else "", *design.tags))
+    value = integer("VALUE", int(scalar)) if types[0].dtype == "i32" else real("VALUE", scalar)
+    return _tagged("reversed" if swapped else "", _pointwise(function, node, types, (value,)))
+
+
+def _is_power(op: str, scalar: float) -> bool:
+    """True for a power that a few products make."""
+    return op == "pow" and scalar in (2.0, 3.0, 4.0)
+
+
+def _where_fits(node: Node, types: Types) -> bool:
+    return node.out.type.dtype in _CPP
+
+
+def _where(node: Node, types: Types) -> Design:
+    return _pointwise("planc::Where", node, types)
 
 
 def _cast_fits(node: Node, types: Types) -> bool:
-    return types[0].dtype in _CPP and node.attr("dtype") in _CPP and fits(node.out.type, types)
+    return types[0].dtype in _CPP and node.attr("dtype") in _CPP
 
 
 def _cast(node: Node, types: Types) -> Design:
-    dtypes = (types[0].dtype, str(node.attr("dtype")))
-    axes = elementwise(node.out.type, types)
-    return _pointwise("planc::Copy" if dtypes == ("f32", "f32") else "planc::Cast", axes, dtypes=dtypes)
+    same = types[0].dtype == node.attr("dtype") == "f32"
+    return _pointwise("planc::Copy" if same else "planc::Cast", node, types)
 
 
-def _reduce_fits(node: Node, types: Types) -> bool:
-    return types[0].dtype == "f32" and len(types[0].shape) in (2, 3, 4)
+def _fused(node: Node, types: Types) -> Design:
+    code = str(node.attr("code"))
+    design = _pointwise("Chain", node, types)
+    return Design((), {**design.variables, "code": [_statement(s) for s in parse(code)]}, (code, *design.tags))
 
 
-def _reduce(node: Node, types: Types) -> Design:
-    axes, width = outer(node.out.type, types), int(types[0].shape[-1])
-    variables = {"extent": axes.extent, "out": axes.out, "inputs": axes.inputs, "width": width}
-    return Design((), variables | {"reduction": _REDUCTIONS[node.op]}, (f"width{width}", axes.tag))
+def _statement(s: Statement) -> str:
+    """A statement as a C++ expression over vectors."""
+    if len(s.args) == 2 and isinstance(s.args[1], float) and _is_power(s.op, s.args[1]):
+        return f"planc::PowInt<{int(s.args[1])}>::apply({s.args[0]})"
+    return f"planc::{_IN_CHAINS[s.op]}::apply({', '.join(map(_argument, s.args))})"
 
 
-def _permuted(node: Node, types: Types) -> Axes:
-    perm, x, out = node.attr("perm"), types[0], node.out.type
-    assert isinstance(perm, tuple)
-    strides = x.strides()
-    return strided([int(d) for d in out.shape[1:]], out.strides(), [strides[p] for p in perm])
+def _argument(arg: Arg) -> str:
+    if isinstance(arg, str):
+        return arg
+    if isnan(arg):
+        return 'planc::splat(__builtin_nanf(""))'
+    return f"planc::splat({('-' if arg < 0 else '') + '__builtin_inff()' if isinf(arg) else f'float({arg.hex()})'})"
 
 
-def _transpose_fits(node: Node, types: Types) -> bool:
-    perm = node.attr("perm")
-    return types[0].dtype == "f32" and isinstance(perm, tuple) and perm[0] == 0 and len(perm) <= 4
+_TEMPLATE = "pointwise.cpp.jinja"
 
 
-def _transpose(node: Node, types: Types) -> Design:
-    return _pointwise("planc::Copy", _permuted(node, types))
+def _row(
+    op: str,
+    design: Callable[[Node, Types], Design],
+    dtypes: str = "f32",
+    when: Callable[[Node, Types], bool] = _fits,
+) -> Row:
+    return Row(op, _TEMPLATE, design, dtypes, when, views=ANY_VIEW)
 
 
-def _concat_fits(node: Node, types: Types) -> bool:
-    return node.attr("axis") != 0 and all(t.dtype == "f32" for t in types) and len(types[0].shape) <= 4
+def _dtypes(op: str) -> str:
+    return "f32 or i32" if op in _ON_INTS else "f32"
 
-
-def _concat(node: Node, types: Types) -> Design:
-    axis = node.attr("axis")
-    assert isinstance(axis, int)
-    strides, at, parts, tags = node.out.type.strides(), 0, [], []
-    for t in types:
-        axes = strided([int(d) for d in t.shape[1:]], strides, t.strides())
-        parts.append({"extent": axes.extent, "out": axes.out, "inputs": axes.inputs, "offset": at * strides[axis]})
-        tags.append(f"at{at * strides[axis]}_{axes.tag}")
-        at += int(t.shape[axis])
-    return Design((), {"parts": parts}, tuple(tags))
-
-
-def _take_rows_fits(node: Node, types: Types) -> bool:
-    x = types[0]
-    dense = TensorType(x.dtype, x.shape).strides()
-    return types[1].dtype == "i32" and x.strides()[1:] == dense[1:]
-
-
-def _take_rows(node: Node, types: Types) -> Design:
-    x = types[0]
-    row, stride = x.features * x.itemsize, x.strides()[0] * x.itemsize
-    return Design((), {"row_bytes": row, "x_stride_bytes": stride}, (f"bytes{row}", f"xstride{stride}"))
-
-
-_ANY_VIEW = frozenset(range(64))
-_POINTWISE = "pointwise.cpp.jinja"
 
 ELEMENTWISE: tuple[Row, ...] = (
-    *(Row(op, _POINTWISE, _unary, "f32 of up to 3 feature axes", _f32, views=_ANY_VIEW) for op in _UNARY),
-    *(
-        Row(
-            op,
-            _POINTWISE,
-            _binary,
-            "f32" + (" or i32" if op in _ON_INTS else "") + ", up to 3 feature axes",
-            _binary_fits,
-            views=_ANY_VIEW,
-        )
-        for op in _BINARY
-    ),
-    *(
-        Row(op, "reduce.cpp.jinja", _reduce, "f32 [T, .., D] of up to 4 axes", _reduce_fits, views=_ANY_VIEW)
-        for op in _REDUCTIONS
-    ),
-    Row("gelu", _POINTWISE, _gelu, "f32 of up to 3 feature axes", _f32, views=_ANY_VIEW),
-    Row("act_mul", _POINTWISE, _act_mul, "f32 of up to 3 feature axes", _f32, views=_ANY_VIEW),
-    Row("cast", _POINTWISE, _cast, "between f32 and i32", _cast_fits, views=_ANY_VIEW),
-    Row(
-        "transpose", _POINTWISE, _transpose, "f32 of up to 4 axes, the first one kept", _transpose_fits, views=_ANY_VIEW
-    ),
-    Row(
-        "concat", "concat.cpp.jinja", _concat, "f32 of up to 4 axes, not along the first", _concat_fits, views=_ANY_VIEW
-    ),
-    Row(
-        "take_rows",
-        "take_rows.cpp.jinja",
-        _take_rows,
-        "x[T, ..] with dense rows, index i32[R]",
-        _take_rows_fits,
-        views=frozenset({0}),
-    ),
+    *(_row(op, _unary, _dtypes(op)) for op in _UNARY),
+    *(_row(op, _binary, _dtypes(op)) for op in _BINARY),
+    _row("gelu", _gelu),
+    _row("act_mul", _act_mul),
+    _row("fused", _fused),
+    _row("where", _where, "a condition of f32, values of f32 or i32", _where_fits),
+    _row("cast", _cast, "between f32 and i32", _cast_fits),
 )

@@ -74,8 +74,7 @@ def _embedding(node: Node, types: Types) -> Design:
 
 
 def _norm_fits(node: Node, types: Types) -> bool:
-    added = 2 if node.op.startswith("add_") else 1
-    return all(t.dtype == "f32" for t in types) and all(len(t.shape) <= 4 for t in types[:added])
+    return all(t.dtype == "f32" for t in types)
 
 
 def _norm(node: Node, types: Types) -> Design:
@@ -159,7 +158,7 @@ def _embedding_row(op: str, table: str) -> Row:
 
 
 def _norm_row(op: str, views: int) -> Row:
-    says = "f32 [T, .., D] of up to 4 axes, weight and bias f32[D]"
+    says = "f32 [T, .., D], weight and bias f32[D]"
     return Row(op, "norm.cpp.jinja", _norm, says, _norm_fits, views=frozenset(range(views)))
 
 

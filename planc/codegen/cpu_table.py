@@ -1,7 +1,9 @@
-"""The CPU kernel table: in goes nothing, out come its rows, those of model ops and those of elementwise ops."""
+"""The CPU kernel table: in goes nothing, out come the rows of every kind of op."""
 
 from planc.codegen.cpu_elementwise import ELEMENTWISE
 from planc.codegen.cpu_model import MODEL
+from planc.codegen.cpu_moves import MOVES
+from planc.codegen.cpu_rows import ROWS
 from planc.codegen.kernel import Row
 
-TABLE: tuple[Row, ...] = (*MODEL, *ELEMENTWISE)
+TABLE: tuple[Row, ...] = (*MODEL, *ELEMENTWISE, *MOVES, *ROWS)

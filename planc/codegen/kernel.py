@@ -15,6 +15,7 @@ from planc.compiler.ir.types import PACKED, PACKED_FOR, TensorType
 from planc.errors import PlancError
 
 Types = Sequence[TensorType]
+ANY_VIEW = frozenset(range(64))  # every input may be a strided view
 _NAME_LIMIT = 150  # characters; longer names end in a digest, for the sake of file systems
 
 

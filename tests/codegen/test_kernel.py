@@ -88,10 +88,10 @@ def test_a_wrong_layout_is_named() -> None:
 @pytest.mark.parametrize(
     ("c", "says"),
     [
-        (case("add", tensor("f16", "T", 4), tensor("f16", "T", 4)), "kernels of add: f32 or i32, up to 3 feature axes"),
+        (case("add", tensor("f16", "T", 4), tensor("f16", "T", 4)), "kernels of add: f32 or i32"),
         (case("linear", f32("T", 4), tensor("f16", 8, 4)), "kernels of linear: x f32"),
         (case("attention", *[f32("T", 2, 8)] * 3, scale=1.0, kind="causal", window=0, softcap=0.0, layer=0), "none"),
-        (case("concat", f32(2, 4), f32(3, 4), axis=0), "not along the first"),
+        (case("concat", tensor("f16", "T", 4), tensor("f16", "T", 4), axis=1), "kernels of concat: f32 or i32"),
     ],
     ids=lambda v: getattr(v, "op", None),
 )

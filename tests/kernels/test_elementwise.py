@@ -7,7 +7,7 @@ from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.refs import ACTS, BINARY, UNARY
 from tests.kernels.harness import Case, Library, Tensor, assert_close, assert_same_bits, case, f32, i32, random, tensor
 
-POSITIVE = ("log", "sqrt", "rsqrt", "pow", "reciprocal")
+POSITIVE = ("log", "log1p", "sqrt", "rsqrt", "pow", "reciprocal")
 UNARY_CASES = {op: case(op, f32("T", 37)) for op in UNARY}
 BINARY_CASES = {op: case(op, f32("T", 37), f32("T", 37)) for op in BINARY}
 ACT_CASES = {
@@ -40,7 +40,20 @@ OTHERS = {
     "concat heads": case("concat", f32("T", 1, 5), f32("T", 2, 5), axis=1),
     "transpose": case("transpose", f32("T", 3, 17), perm=(0, 2, 1)),
     "transpose view": case("transpose", f32("T", 2, 3, 5, layout="strides:90,40,6"), perm=(0, 3, 1, 2)),
+    "transpose to five axes": case("transpose", f32("T", 2, 3, 4, 5), perm=(0, 4, 2, 3, 1)),
+    "transpose ints": case("transpose", i32("T", 3, 7), perm=(0, 2, 1)),
+    "transpose no tokens": case("transpose", f32(7, 5), perm=(1, 0)),
+    "concat ints": case("concat", i32("T", 2), i32("T", 3), axis=1),
+    "concat rows": case("concat", f32(2, 6), f32(3, 6), axis=0),
     "copy": case("copy", f32("T", 2, 18, layout="strides:64,20")),
+    "copy ints": case("copy", tensor("i32", "T", 18, layout="strides:20")),
+    "copy of columns": case("copy", f32("T", 4, 3, 2, 2, layout="strides:300,60,19,5")),
+    "expand": case("expand", f32("T", 1, 2, 1), shape=(-1, 3, 2, 20)),
+    "expand rows": case("expand", f32(1, 20), shape=(-1, 20), rows="T"),
+    "expand ints": case("expand", i32("T", 1), shape=(-1, 5)),
+    "five axes": case("mul", f32("T", 2, 1, 2, 1, 3), f32("T", 1, 3, 1, 2, 3)),
+    "square ints": case("square", i32("T", 5)),
+    "expm1 near zero": case("expm1", f32("T", 4)),
 }
 CASES = {
     **UNARY_CASES,
@@ -60,7 +73,7 @@ def arrays(c: Case, rows: int) -> list[np.ndarray]:
     made = []
     for i, t in enumerate(c.types):
         shape = [rows if d == "T" else int(d) for d in t.shape]
-        x = np.arange(rows) * 7 if t.dtype == "i32" else random(*shape, seed=i, scale=3)
+        x = (np.arange(np.prod(shape)) * 7).reshape(shape) if t.dtype == "i32" else random(*shape, seed=i, scale=3)
         made.append(np.abs(x) + 0.1 if c.op in POSITIVE else x)
     return made
 
@@ -70,7 +83,7 @@ def test_close_to_float64(library: Library, name: str) -> None:
     c = CASES[name]
     given = arrays(c, 5)
     wide = [g.astype(np.float64) if g.dtype == np.float32 else g for g in given]
-    (want,) = OPS[c.op].ref(dict(c.attrs), wide, c.types)
+    (want,) = OPS[c.op].ref(dict(c.attrs) | {"length": 5}, wide, c.types)
     (got,) = library.run(c, given, 5)
     assert_close(got, want, 2e-6, name)
 

@@ -1,4 +1,4 @@
-// RMS and layer norm over the last axis, alone or after a residual add, and the plain reductions over that axis.
+// RMS and layer norm over the last axis, alone or after a residual add.
 //
 // A row's sum runs in 64 lanes: lane = element % 64, elements ascending, lanes folded in a fixed order.
 #pragma once
@@ -72,11 +72,11 @@ struct LayerNorm {
     }
 };
 
-// Norm over each row of x[rows, A, B, WIDTH]; Shape has INNER = 1 and the strides reach the start of a row.
+// Norm over each row of x[rows, .., WIDTH]; Shape has INNER = 1 and the strides reach the start of a row.
 template <class Norm, class Shape, class Out, class X>
 void norm_rows(int rows, int thread, int threads, const float* x, const float* weight, const float* bias, float* y) {
-    for_each_inner<Shape>(rows, thread, threads, [&](int64_t r, int a, int b) {
-        Norm::row(x + X::at(r, a, b), weight, bias, y + Out::at(r, a, b));
+    for_each_inner<Shape>(rows, thread, threads, [&](const auto& place) {
+        Norm::row(x + X::at(place), weight, bias, y + Out::at(place));
     });
 }
 
@@ -84,40 +84,13 @@ void norm_rows(int rows, int thread, int threads, const float* x, const float* w
 template <class Norm, class Shape, class Out, class X1, class X2>
 void add_norm_rows(int rows, int thread, int threads, const float* x1, const float* x2, const float* weight, const float* bias,
                    float* y, float* total) {
-    for_each_inner<Shape>(rows, thread, threads, [&](int64_t r, int a, int b) {
-        const float *p = x1 + X1::at(r, a, b), *q = x2 + X2::at(r, a, b);
-        float* t = total + Out::at(r, a, b);
+    for_each_inner<Shape>(rows, thread, threads, [&](const auto& place) {
+        const float *p = x1 + X1::at(place), *q = x2 + X2::at(place);
+        float* t = total + Out::at(place);
         for_each_vec(Norm::D, [&](int i, int n) PLANC_INLINED {
             store_lanes(t + i, load_lanes(p + i, n) + load_lanes(q + i, n), n);
         });
-        Norm::row(t, weight, bias, y + Out::at(r, a, b));
-    });
-}
-
-// Reductions of `WIDTH` elements to one.
-template <int WIDTH>
-struct Sum {
-    static float row(const float* x) {
-        return detail::sum_of<WIDTH>([&](int i, int n) PLANC_INLINED { return load_lanes(x + i, n); });
-    }
-};
-template <int WIDTH>
-struct Mean {
-    static float row(const float* x) { return Sum<WIDTH>::row(x) / float(WIDTH); }
-};
-template <int WIDTH>
-struct Amax {
-    static float row(const float* x) {
-        float best = x[0];
-        for (int i = 1; i < WIDTH; ++i) best = x[i] > best || std::isnan(x[i]) ? x[i] : best;
-        return best;
-    }
-};
-
-template <class Reduction, class Shape, class Out, class X>
-void reduce_rows(int rows, int thread, int threads, const float* x, float* y) {
-    for_each_inner<Shape>(rows, thread, threads, [&](int64_t r, int a, int b) {
-        y[Out::at(r, a, b)] = Reduction::row(x + X::at(r, a, b));
+        Norm::row(t, weight, bias, y + Out::at(place));
     });
 }
 

@@ -11,10 +11,10 @@ struct Pointwise {
     template <class... X>
     static void run(int rows, int thread, int threads, float* y, const X*... x) {
         static_assert(Out::INNER == 1, "the innermost axis of the result is dense");
-        for_each_inner<Shape>(rows, thread, threads, [&](int64_t row, int a, int b) PLANC_INLINED {
-            float* out = y + Out::at(row, a, b);
+        for_each_inner<Shape>(rows, thread, threads, [&](const auto& place) PLANC_INLINED {
+            float* out = y + Out::at(place);
             for_each_vec(Shape::INNER, [&](int i, int n) PLANC_INLINED {
-                const Vec value = Op::apply(gather<In::INNER>(x + In::at(row, a, b), i, n)...);
+                const Vec value = Op::apply(gather<In::INNER>(x + In::at(place), i, n)...);
                 store_lanes(out + i, value, n);
             });
         });
@@ -26,9 +26,9 @@ template <class Op, class Shape, class Out, class... In>
 struct ScalarPointwise {
     template <class Y, class... X>
     static void run(int rows, int thread, int threads, Y* y, const X*... x) {
-        for_each_inner<Shape>(rows, thread, threads, [&](int64_t row, int a, int b) {
+        for_each_inner<Shape>(rows, thread, threads, [&](const auto& place) {
             for (int i = 0; i < Shape::INNER; ++i) {
-                y[Out::at(row, a, b) + i] = Y(Op::apply(x[In::at(row, a, b) + int64_t(i) * In::INNER]...));
+                y[Out::at(place) + i] = Y(Op::apply(x[In::at(place) + int64_t(i) * In::INNER]...));
             }
         });
     }

@@ -1,21 +1,38 @@
-// Walking rows: strided [rows, A, B, C] operands whose extents and strides are constants, split over threads by unit.
+// Walking rows: strided [rows, A, .., Z] operands whose extents and strides are constants, split over threads by unit.
 #pragma once
 #include "planc/share.h"
 #include "planc/simd.h"
 
 namespace planc {
 
-// Feature axes of a row, outermost first; unused ones are 1.
-template <int A, int B, int C>
+// Feature axes of a row, outermost first.
+template <int... LENGTHS>
 struct Extent {
-    static constexpr int OUTER = A * B, MIDDLE = B, INNER = C;
+    static constexpr int AXES = sizeof...(LENGTHS);
+    static constexpr int LENGTH[AXES] = {LENGTHS...};
+    static constexpr int INNER = LENGTH[AXES - 1];
+    static constexpr int OUTER = (LENGTHS * ...) / (INNER > 0 ? INNER : 1);
+};
+
+// Where a vector along the innermost axis begins: the row, and an index along each other feature axis.
+template <class Shape>
+struct Place {
+    int64_t row;
+    int axis[Shape::AXES];  // the innermost is not used
 };
 
 // Distance in elements between neighbours along the rows and along each feature axis; 0 repeats one element.
-template <int ROW, int A, int B, int C>
+template <int ROW, int... STRIDES>
 struct Strides {
-    static constexpr int INNER = C;
-    static PLANC_INLINE int64_t at(int64_t row, int a, int b) { return row * ROW + int64_t(a) * A + int64_t(b) * B; }
+    static constexpr int AXES = sizeof...(STRIDES);
+    static constexpr int STRIDE[AXES] = {STRIDES...};
+    static constexpr int INNER = STRIDE[AXES - 1];
+    template <class Shape>
+    static PLANC_INLINE int64_t at(const Place<Shape>& place) {
+        int64_t offset = place.row * ROW;
+        PLANC_UNROLL for (int i = 0; i + 1 < Shape::AXES; ++i) offset += int64_t(place.axis[i]) * STRIDE[i];
+        return offset;
+    }
 };
 
 // Sixteen (or n) elements along the innermost axis, from element i of it.
@@ -28,13 +45,18 @@ PLANC_INLINE Vec gather(const float* p, int i, int n) {
     return load(lanes);
 }
 
-// Calls body(row, a, b) for this thread's share of the inner vectors of [rows, A, B, C].
+// Calls body(place) for this thread's share of the vectors along the innermost axis.
 template <class Shape, class Body>
 PLANC_INLINE void for_each_inner(int rows, int thread, int threads, Body body) {
     const Range units = share(int64_t(rows) * Shape::OUTER, thread, threads);
     for (int unit = units.begin; unit < units.end; ++unit) {
-        const int outer = unit % Shape::OUTER;
-        body(int64_t(unit / Shape::OUTER), outer / Shape::MIDDLE, outer % Shape::MIDDLE);
+        Place<Shape> place = {unit / Shape::OUTER, {}};
+        int rest = unit % Shape::OUTER;
+        PLANC_UNROLL for (int i = Shape::AXES - 2; i >= 0; --i) {
+            place.axis[i] = rest % Shape::LENGTH[i];
+            rest /= Shape::LENGTH[i];
+        }
+        body(place);
     }
 }
 
