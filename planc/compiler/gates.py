@@ -5,6 +5,8 @@ window holds, at irregular positions (a constant shift is invisible to rotary). 
 """
 
 import copy
+import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,40 +14,61 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from planc.compiler import hooks
+from planc.compiler import hooks, regime
 from planc.compiler.ir import interp
 from planc.compiler.ir.graph import Graph
 from planc.compiler.ir.recipe import load
 from planc.compiler.lift import lift
 from planc.compiler.refusal import refused
 from planc.compiler.shrink import shrunk
-from planc.compiler.source.base import new_model, one_line
-from planc.compiler.trace import trace
+from planc.compiler.source.base import most_positions, new_model, one_line
+from planc.compiler.trace import has_interface, set_experts, trace
+from planc.compiler.traced import Traced
 from planc.errors import PlancError
 
 TOKENS = 70  # beyond 64-token chunk loops and beyond the windows of a shrunk config
 TOLERANCE = 1e-5  # of the largest logit
 LOCAL_TOLERANCE = 1e-4
 LARGEST = 20_000_000  # parameters of a model that is still tested when it cannot be shrunk
+_PREFIX = 40  # tokens of the first of two chunks
 _MOST_NOISE = 1e-4
 _NOISE = 8.0  # how many times float32's own distance from float64 a graph may be off
 
 
-def self_test(config: PretrainedConfig, trust_remote_code: bool = False) -> float:
+def self_test(config: PretrainedConfig, trust_remote_code: bool = False, limit: int | None = None) -> float:
     """Largest error of the lifted graph's logits, relative to the largest logit, on a shrunk copy of the model.
 
-    `trust_remote_code` lets a config build a model from its own code. PlancError names the finding: tokens that mix
-    outside of attention, or logits that differ.
+    `trust_remote_code` lets a config build a model from its own code; `limit` is the longest sequence to be served.
+    PlancError names the finding: tokens that mix outside of attention, or logits that differ.
     """
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model, graph = _small(config, trust_remote_code)
-        ids, positions = _prompt(model.config)
-        check_local(model, ids, positions)
+        small = _small(config, trust_remote_code, limit)
+        with regime.fixed(small.model, small.traced.limit):
+            return _check(small)
+
+
+@dataclass(frozen=True)
+class Small:
+    """A model that can be run here, its trace, and its lifted graph."""
+
+    model: PreTrainedModel
+    traced: Traced
+    graph: Graph
+
+
+def _check(small: Small) -> float:
+    model, graph = small.model, small.graph
+    ids, positions = _prompt(model.config, small.traced.limit)
+    if not small.traced.numbers_tokens:
+        if has_interface(model):
+            check_local(model, ids, positions)
         return check_logits(model, graph, ids, positions)
+    check_continues(model, ids)
+    return check_logits(model, graph, ids, torch.arange(ids.shape[1])[None])
 
 
-def _small(config: PretrainedConfig, trust_remote_code: bool) -> tuple[PreTrainedModel, Graph]:
+def _small(config: PretrainedConfig, trust_remote_code: bool, limit: int | None) -> Small:
     """The smallest copy that transformers can build and that lifts, with random weights."""
     failure: PlancError | None = None
     for candidate in (*shrunk(config), config):
@@ -54,7 +77,7 @@ def _small(config: PretrainedConfig, trust_remote_code: bool) -> tuple[PreTraine
             if sum(p.numel() for p in empty.parameters()) > LARGEST:
                 continue
             model = random_model(candidate, trust_remote_code)
-            return model, _lifted(candidate, model, trust_remote_code)
+            return _lifted(candidate, model, trust_remote_code, limit)
         except PlancError as e:
             failure = failure or e
     raise failure or refused("self-test: the model cannot be shrunk to a size that can be run here")
@@ -63,36 +86,60 @@ def _small(config: PretrainedConfig, trust_remote_code: bool) -> tuple[PreTraine
 def random_model(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """The eager float32 model with weights that leave no part of it trivial."""
     model = new_model(config, device="cpu", trust_remote_code=trust_remote_code)
+    set_experts(model, "eager")
     for parameter in model.parameters():
         noise = torch.randn_like(parameter)
         parameter.copy_(0.7 * noise / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else parameter + 0.2 * noise)
     return model
 
 
-def _lifted(config: PretrainedConfig, model: nn.Module, trust_remote_code: bool) -> Graph:
+def _lifted(config: PretrainedConfig, model: PreTrainedModel, trust_remote_code: bool, limit: int | None) -> Small:
     recipes = {name: load(name, "f32", tuple(t.shape)) for name, t in model.state_dict().items()}
-    return lift(trace(config, trust_remote_code=trust_remote_code), recipes)
+    traced = trace(config, limit=limit, trust_remote_code=trust_remote_code)
+    return Small(model, traced, lift(traced, recipes))
 
 
-def _prompt(config: PretrainedConfig) -> tuple[Tensor, Tensor]:
+def _prompt(config: PretrainedConfig, limit: int) -> tuple[Tensor, Tensor]:
     """Random ids and increasing positions with gaps, both [1, tokens]."""
-    limit = int(getattr(config, "max_position_embeddings", None) or 4 * TOKENS)
+    limit = min(limit, most_positions(config) or limit)
     tokens = min(TOKENS, limit)
     positions = torch.randperm(min(limit, 4 * tokens))[:tokens].sort().values
-    return torch.randint(3, int(config.vocab_size), (1, tokens)), positions[None]
+    return torch.randint(3, int(config.get_text_config().vocab_size), (1, tokens)), positions[None]
 
 
-def _run(model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
-    """transformers' logits [tokens, vocab]. Without the mask of ones, gaps in positions would mean new sequences."""
-    ones = torch.ones_like(ids)
+def _run(model: nn.Module, ids: Tensor, positions: Tensor, **others: Any) -> Any:
+    """transformers' output. Without the mask of ones, gaps in positions would mean new sequences."""
+    accepted = inspect.signature(model.forward).parameters
+    given: dict[str, Any] = {"input_ids": ids, "use_cache": False} | others
+    seen = ids.shape[1] + (0 if "past_key_values" not in others else _PREFIX)
+    given |= {"attention_mask": torch.ones(1, seen, dtype=torch.long)} if "attention_mask" in accepted else {}
+    given |= {"position_ids": positions} if "position_ids" in accepted else {}
     try:
-        logits: Tensor = model(input_ids=ids, position_ids=positions, attention_mask=ones, use_cache=False).logits
+        return model(**given)
     except Exception as e:  # the module's own code may fail in any way
         raise refused(f"self-test: transformers' module does not run: {type(e).__name__}: {one_line(e)}") from e
+
+
+def _logits(model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+    """transformers' logits [tokens, vocab]."""
+    logits: Tensor = _run(model, ids, positions).logits
     return logits[0]
 
 
-def check_logits(model: nn.Module, graph: Graph, ids: Tensor, positions: Tensor) -> float:
+def check_continues(model: nn.Module, ids: Tensor) -> None:
+    """A model that numbers its tokens itself must go on counting where its cache ends, as a packed step has it."""
+    positions = torch.arange(ids.shape[1])[None]
+    whole = _logits(model, ids, positions)
+    first = _run(model, ids[:, :_PREFIX], positions[:, :_PREFIX], use_cache=True)
+    rest = _run(model, ids[:, _PREFIX:], positions[:, _PREFIX:], past_key_values=first.past_key_values, use_cache=True)
+    if not _distance(rest.logits[0], whole[_PREFIX:]) <= LOCAL_TOLERANCE:
+        raise refused(
+            "self-test: the model numbers its tokens by where they lie in a step, and continued from its cache it "
+            "gives other logits than at once"
+        )
+
+
+def check_logits(model: PreTrainedModel, graph: Graph, ids: Tensor, positions: Tensor) -> float:
     """Compares the interpreted graph with the module on some rows; returns the relative error."""
     rows = torch.tensor([ids.shape[1] - 1, 0, ids.shape[1] // 2, 3])
     state = model.state_dict()
@@ -100,8 +147,8 @@ def check_logits(model: nn.Module, graph: Graph, ids: Tensor, positions: Tensor)
     given = {"ids": ids[0], "positions": positions[0], "logit_rows": rows}
     inputs = {name: t.numpy().astype(np.int32) for name, t in given.items()}
     ours = torch.from_numpy(interp.run(graph, inputs, weights)["logits"])
-    theirs = _run(model, ids, positions)[rows]
-    exact = _run(copy.deepcopy(model).double(), ids, positions)[rows]
+    theirs = _logits(model, ids, positions)[rows]
+    exact = _logits(_doubled(model), ids, positions)[rows]
     error, noise = _distance(ours, theirs), _distance(theirs, exact)
     if not noise <= _MOST_NOISE:
         raise refused(
@@ -116,6 +163,15 @@ def check_logits(model: nn.Module, graph: Graph, ids: Tensor, positions: Tensor)
     return error
 
 
+def _doubled(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in float64, its position modules answering as the original's do."""
+    other = copy.deepcopy(model).double()
+    for (_, own), (_, its) in zip(model.named_modules(), other.named_modules(), strict=True):
+        if "forward" in vars(own):
+            its.forward = own.forward
+    return other
+
+
 def _distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max() / b.abs().max())
 
@@ -126,7 +182,7 @@ def check_local(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> None:
     with hooks.installed(_one_token, _no_mask, name="planc-local") as name:
         model.set_attn_implementation(name)
         try:
-            straight, permuted = _run(model, ids, positions), _run(model, ids[:, order], positions[:, order])
+            straight, permuted = _logits(model, ids, positions), _logits(model, ids[:, order], positions[:, order])
         finally:
             model.set_attn_implementation("eager")
     if not _distance(permuted, straight[order]) <= LOCAL_TOLERANCE:

@@ -1,7 +1,7 @@
-"""The two hooks into transformers: attention and its mask become one custom op each while a model is being traced.
+"""The hooks into transformers: attention, its mask and expert layers become custom ops while a model is being traced.
 
-Both ops have a schema and a shape rule only: they are traced, never run. Nothing is registered with transformers
-outside of `installed()`, and other attention implementations are never touched.
+The ops have a schema and a shape rule only: they are traced, never run. Nothing is registered with transformers outside
+of `installed()`, and other implementations are never touched.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import AttentionInterface
 
@@ -20,9 +21,12 @@ NAME = "planc"
 _LIBRARY = torch.library.Library("planc", "DEF")
 _LIBRARY.define("mask(SymInt queries, SymInt keys, str kind, int size, Device device) -> Tensor")
 _LIBRARY.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor? bias, "
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor? bias, Tensor? slopes, "
     "float scale, bool causal, int window, float softcap, int layer) -> Tensor"
 )
+_LIBRARY.define("expert_linear(Tensor x, Tensor ids, Tensor weight, Tensor? bias, bool transposed) -> Tensor")
+_LIBRARY.define("weighted_sum(Tensor x, Tensor weights) -> Tensor")
+_LIBRARY.define("by_position(Tensor positions, Tensor table) -> Tensor")
 
 # Keywords that change what a call reports or how it runs, never what it computes for one traced step without a cache.
 BENIGN = frozenset(
@@ -39,23 +43,46 @@ def _attention_shape(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return q.new_empty((batch, tokens, heads, v.shape[-1]))
 
 
-torch.library.register_fake("planc::mask", _mask_shape, lib=_LIBRARY)
-torch.library.register_fake("planc::attention", _attention_shape, lib=_LIBRARY)
+def _expert_shape(x: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    return x.new_empty((*ids.shape, weight.shape[2 if transposed else 1]))
+
+
+def _sum_shape(x: Tensor, weights: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], x.shape[2]))
+
+
+def _table_shape(positions: Tensor, table: Tensor) -> Tensor:
+    return positions.new_empty((*positions.shape, *table.shape[1:]), dtype=table.dtype)
+
+
+for _op, _rule in (
+    ("mask", _mask_shape),
+    ("attention", _attention_shape),
+    ("expert_linear", _expert_shape),
+    ("weighted_sum", _sum_shape),
+    ("by_position", _table_shape),
+):
+    torch.library.register_fake(f"planc::{_op}", _rule, lib=_LIBRARY)
 
 
 @contextmanager
 def installed(
     attention: Callable[..., Any] | None = None, mask: Callable[..., Any] | None = None, name: str = NAME
 ) -> Iterator[str]:
-    """Registers the two hooks under `name` for the duration, and yields the name for `attn_implementation`."""
-    for interface, hook in ((AttentionInterface, attention or attend), (AttentionMaskInterface, mask or mask_token)):
+    """Registers the hooks under `name` for the duration, and yields the name of the attention and experts to set."""
+    chosen = (
+        (AttentionInterface, attention or attend),
+        (AttentionMaskInterface, mask or mask_token),
+        (ExpertsInterface, experts),
+    )
+    for interface, hook in chosen:
         if name in interface._global_mapping:
-            raise RuntimeError(f"the attention implementation {name!r} is registered already")
-        interface.register(name, hook)
+            raise RuntimeError(f"the implementation {name!r} is registered already")
+        interface._global_mapping[name] = hook
     try:
         yield name
     finally:
-        for interface in (AttentionInterface, AttentionMaskInterface):
+        for interface, _ in chosen:
             interface._global_mapping.pop(name)
 
 
@@ -95,6 +122,7 @@ def attend(
         attention_mask,
         s_aux if s_aux is not None else sinks,
         position_bias,
+        None,
         scale,
         bool(causal),
         int(sliding_window or 0),
@@ -102,6 +130,24 @@ def attend(
         -1 if layer is None else int(layer),
     )
     return out, None
+
+
+def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """transformers' experts interface: x [N, D], chosen experts [N, k] and their weights [N, k] give [N, D].
+
+    Two expert layers with the module's own gate between them, which is traced as it is written.
+    """
+    gated, biased, transposed = module.has_gate, module.has_bias, module.is_transposed
+    name = "gate_up_proj" if gated else "up_proj"
+    bias = getattr(module, f"{name}_bias") if biased else None
+    x = torch.ops.planc.expert_linear(hidden_states, top_k_index, getattr(module, name), bias, transposed)
+    x = module._apply_gate(x) if gated else module.act_fn(x)
+    bias = module.down_proj_bias if biased else None
+    x = torch.ops.planc.expert_linear(x, top_k_index, module.down_proj, bias, transposed)
+    if module.has_post_expert_norm:
+        x = module.post_expert_norm(x)
+    out: Tensor = torch.ops.planc.weighted_sum(x, top_k_weights)
+    return out.to(hidden_states.dtype)
 
 
 def _short(given: object) -> str:
@@ -120,8 +166,10 @@ def mask_token(
     **others: Any,
 ) -> Tensor:
     """transformers' mask interface: the kind and size of the mask as a token that each attention op then carries."""
-    if attention_mask is not None or q_offset or kv_offset:
-        raise refused("attention mask: padding or an offset in a trace of one whole sequence")
+    if q_offset or kv_offset:
+        raise refused("attention mask: an offset in a trace of one whole sequence")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise refused(f"attention mask: the model gives one of its own, of shape {tuple(attention_mask.shape)}")
     kind, size = classify(mask_function)
     token: Tensor = torch.ops.planc.mask(q_length, kv_length, kind, size, torch.device(device))
     return token

@@ -2,9 +2,10 @@
 
 import inspect
 import re
+import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -12,83 +13,122 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
+from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from planc.compiler import hooks
+from planc.compiler import hooks, regime
+from planc.compiler.anchor import anchored
 from planc.compiler.refusal import refused, source_place
-from planc.compiler.source.base import new_model, one_line
+from planc.compiler.source.base import NoAttentionInterface, most_positions, new_model, one_line
 from planc.compiler.source.bind import tied_names
 from planc.compiler.source.buffers import fresh_buffers
+from planc.compiler.traced import Buffer, Traced
 from planc.errors import PlancError
 
+_UNLIMITED = 4096  # positions of a model whose config names no limit
 ROWS = 3  # rows of logits asked for while tracing; any number but 0, 1 and the token count
 
 
-@dataclass(frozen=True)
-class Buffer:
-    """A tensor that no checkpoint holds: its name in the model, and its value on the CPU."""
+class Step(nn.Module):
+    """The model as a function of (ids, positions, rows) alone; `model` is the prefix that every path of it carries.
 
-    name: str
-    value: Tensor
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A traced model. `graph` is functional and holds live nodes only; its placeholders are named by the four maps.
-
-    `inputs` maps placeholders to "ids" [1, T], "positions" [1, T] and "logit_rows" [R]; `parameters` maps them to the
-    parameter's names, tied ones together, persistent buffers included; `buffers` maps them to values; `symbols` maps
-    torch's symbols to "T" and "R". `module` is the model on the meta device.
+    A model that takes no positions numbers its tokens itself; one that cannot keep some rows only gives all of them.
     """
-
-    name: str
-    graph: fx.Graph
-    inputs: Mapping[str, str]
-    parameters: Mapping[str, tuple[str, ...]]
-    buffers: Mapping[str, Buffer]
-    symbols: Mapping[str, str]
-    module: nn.Module
-
-
-class _Step(nn.Module):
-    """The model as a function of (ids, positions, rows) alone; `model` is the prefix that every path of it carries."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        accepted = inspect.signature(model.forward).parameters
+        self.positioned, self.keeps = "position_ids" in accepted, "logits_to_keep" in accepted
 
     def forward(self, ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
-        out = self.model(input_ids=ids, position_ids=positions, logits_to_keep=logit_rows, use_cache=False)
+        """Logits [1, R, vocab] of the wanted rows of ids [1, T] at positions [1, T]."""
+        given: dict[str, Any] = {"position_ids": positions} if self.positioned else {}
+        given |= {"logits_to_keep": logit_rows} if self.keeps else {}
+        out = self.model(input_ids=ids, use_cache=False, **given)
         logits: Tensor = out.logits
-        return logits
+        return logits if self.keeps else logits[:, logit_rows]
 
 
 def trace(
     config: PretrainedConfig,
     *,
     tokens: int = 9,
+    limit: int | None = None,
     prepare: Callable[[PreTrainedModel], None] | None = None,
     trust_remote_code: bool = False,
 ) -> Traced:
     """The graph of the config's causal language model in float32, over T tokens and R wanted rows.
 
-    `prepare` gets the model on the meta device before it is traced: the place to untie parameters that the checkpoint
-    holds apart. `trust_remote_code` lets a config build a model from its own code. Raises PlancError when the model
-    cannot be built or exported, naming the exception, the module path and the source line, and when the graph would
-    hold for some token counts only.
+    `limit` is the longest sequence that will be served, by default the config's: what depends on the length of a
+    sequence is fixed there. `prepare` gets the model on the meta device before it is traced: the place to untie
+    parameters that the checkpoint holds apart. `trust_remote_code` lets a config build a model from its own code.
+    Raises PlancError when the model cannot be built or exported, naming the exception, the module path and the source
+    line, and when the graph would hold for some token counts only.
     """
-    with hooks.installed() as implementation:
-        model = new_model(config, trust_remote_code=trust_remote_code, attention=implementation)
-        _check_forward(model)
+    limit = limit or most_positions(config) or _UNLIMITED
+    hooked = _traced_by(config, hooks.NAME, tokens, limit, prepare, trust_remote_code)
+    if hooked is not None:
+        return hooked
+    plain = _traced_by(config, "eager", tokens, limit, prepare, trust_remote_code)
+    assert plain is not None
+    return anchored(plain)
+
+
+def _traced_by(
+    config: PretrainedConfig,
+    attention: str,
+    tokens: int,
+    limit: int,
+    prepare: Callable[[PreTrainedModel], None] | None,
+    trust_remote_code: bool,
+) -> Traced | None:
+    """The trace with an implementation of attention; None when the model does not go through the hooks."""
+    with hooks.installed() as name:
+        try:
+            model = new_model(config, trust_remote_code=trust_remote_code, attention=attention)
+        except NoAttentionInterface:
+            return None
+        if name == attention and not has_interface(model):
+            return None
+        if getattr(model, "_is_stateful", False):
+            raise refused(
+                f"{type(model).__name__} keeps a recurrent state beside keys and values (so its code says); a plan has "
+                "no place for one yet"
+            )
+        set_experts(model, name)
         if prepare is not None:
             prepare(model)
-        return capture(config.model_type, _Step(model), fresh_buffers(model, _unstored(model)), tokens)
+        buffers = fresh_buffers(model, _unstored(model))
+        with regime.fixed(model, limit) as regimes:
+            most = None if attention == name else limit - 1  # a mask in a buffer may end at the last position
+            made = capture(config.model_type, Step(model), buffers, tokens, most)
+        return replace(made, regimes=tuple(regimes), limit=limit)
 
 
-def capture(name: str, step: nn.Module, buffers: Mapping[str, Tensor], tokens: int) -> Traced:
-    """The graph of `step`, a function of (ids, positions, logit_rows) whose attribute `model` holds all parameters."""
-    program = _functional(_export(step, tokens))
-    _check_dynamic(program)
+def has_interface(model: PreTrainedModel) -> bool:
+    """Whether the model's code calls the attention that its config names, as transformers' own flag for it says."""
+    return bool(model._supports_attention_backend) or _mentions_interface(type(model))
+
+
+def _mentions_interface(kind: type) -> bool:
+    module = sys.modules.get(kind.__module__)
+    return hasattr(module, "ALL_ATTENTION_FUNCTIONS")
+
+
+def set_experts(model: PreTrainedModel, name: str) -> None:
+    """Has the model's expert layers go through the experts implementation `name`, where they can."""
+    if any(isinstance(m, PreTrainedModel) and m._can_set_experts_implementation() for m in model.modules()):
+        model.set_experts_implementation(name)
+
+
+def capture(name: str, step: nn.Module, buffers: Mapping[str, Tensor], tokens: int, most: int | None = None) -> Traced:
+    """The graph of `step`, a function of (ids, positions, logit_rows) whose attribute `model` holds all parameters.
+
+    `most` bounds the tokens of a step while it is traced, for masks that lie in a buffer.
+    """
+    program = _functional(_export(step, tokens, most))
+    _check_dynamic(program, most or 2**31)
     return _traced(name, step.model, program, buffers)
 
 
@@ -97,29 +137,35 @@ def _unstored(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_buffers(remove_duplicate=False)} - model.state_dict().keys()
 
 
-def _check_forward(model: PreTrainedModel) -> None:
-    """PlancError unless a packed step can say where its tokens stand and which logits it wants."""
-    accepted, kind = inspect.signature(model.forward).parameters, type(model)
-    for name in ("position_ids", "logits_to_keep"):
-        if name not in accepted:
-            raise refused(
-                f"{kind.__name__} (model type {model.config.model_type}, module {kind.__module__}): its forward takes "
-                f"no {name}, which planc needs to run tokens of several sequences in one step"
-            )
-
-
-def _export(step: nn.Module, tokens: int) -> ExportedProgram:
+def _export(step: nn.Module, tokens: int, most: int | None) -> ExportedProgram:
     ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
     rows = torch.zeros(ROWS, dtype=torch.long, device="meta")
-    count = Dim("T", min=2)
+    count = Dim("T", min=2, max=most)
     shapes = ({1: count}, {1: count}, {0: Dim.DYNAMIC})
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _Literals():
             return torch.export.export(step, (ids, ids.clone(), rows), dynamic_shapes=shapes, strict=False)
     except PlancError:
         raise
     except Exception as e:  # torch.export lets whatever the model's Python raised pass through
         raise _failure(e, step) from e
+
+
+class _Literals(TorchFunctionMode):
+    """Numbers that the model's code turns into tensors on the device of its weights keep their value on meta."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and isinstance(args[0], (int, float)) and _on_meta(kwargs.get("device")):
+            dtype = kwargs.get("dtype") or torch.tensor(args[0]).dtype
+            return torch.full((), args[0], dtype=dtype, device="meta")
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple) and any(isinstance(i, list) for i in args[1]):
+            args = (args[0], tuple(torch.tensor(i) if isinstance(i, list) else i for i in args[1]))
+        return func(*args, **kwargs)
+
+
+def _on_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
 
 
 def _failure(error: Exception, step: nn.Module) -> PlancError:
@@ -152,15 +198,15 @@ def _functional(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
-def _check_dynamic(program: ExportedProgram) -> None:
-    """PlancError unless the graph holds for every token count from 2 on."""
+def _check_dynamic(program: ExportedProgram, most: int) -> None:
+    """PlancError unless the graph holds for every token count from 2 to `most`."""
     ids, positions, rows = _user_inputs(program)
     for node, axis in ((ids, 1), (positions, 1), (rows, 0)):
         size = node.meta["val"].shape[axis]
         if not isinstance(size, torch.SymInt):
             raise refused(f"the trace holds for {size} tokens only: the model computes with the size of {node.name}")
         bounds = program.range_constraints[size.node.expr]
-        if bounds.lower > 2 or bounds.upper < 2**31:
+        if bounds.lower > 2 or bounds.upper < most:
             raise refused(f"the trace holds for {bounds.lower} to {bounds.upper} tokens only ({node.name})")
     for guard in getattr(program, "_guards_code", []):
         if set(guard.split(" == ")) != {"L['ids'].size()[1]", "L['positions'].size()[1]"}:

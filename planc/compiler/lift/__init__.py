@@ -11,12 +11,12 @@ from planc.compiler.ir.recipe import Recipe
 from planc.compiler.ir.types import TensorType
 from planc.compiler.lift.builder import Builder
 from planc.compiler.lift.call import Call, Lift
-from planc.compiler.lift.form import Form, Mask
+from planc.compiler.lift.form import Complex, Form, Mask
 from planc.compiler.lift.layout import arrange
 from planc.compiler.lift.leaves import conserve, leaf
-from planc.compiler.lift.table import MASK_VIEWS, RULES, closed_set
+from planc.compiler.lift.table import COMPLEX_RULES, MASK_VIEWS, RULES, refusal_of
 from planc.compiler.refusal import refused
-from planc.compiler.trace import Traced
+from planc.compiler.traced import Traced
 
 
 def lift(traced: Traced, recipes: Mapping[str, Recipe]) -> Graph:
@@ -66,12 +66,33 @@ def _lift_node(node: fx.Node, env: dict[fx.Node, Lift], builder: Builder, traced
     if isinstance(seen, Mask) and node.target in MASK_VIEWS and call.dims == (1, 1, "T", "T"):
         env[node] = seen
         return
+    env[node] = _apply(call, node, env, builder, traced)
+
+
+def _apply(call: Call, node: fx.Node, env: dict[fx.Node, Lift], builder: Builder, traced: Traced) -> Lift:
+    """What the rule of the node's op makes; a rule that knows real tensors alone runs on both parts of complex ones."""
+    pairs = {n: z for n in node.all_input_nodes if isinstance(z := env.get(n), Complex)}
+    if pairs and node.target in COMPLEX_RULES:
+        return COMPLEX_RULES[node.target](call)
+    if pairs:
+        parts = []
+        for name in ("real", "imag"):
+            real = env | {n: getattr(z, name) for n, z in pairs.items()}
+            parts.append(_apply(Call(node, real, builder, traced.symbols), node, real, builder, traced))
+        real_part, imag_part = parts
+        assert isinstance(real_part, Form)
+        assert isinstance(imag_part, Form)
+        return Complex(real_part, imag_part)
     rule = RULES.get(node.target)
     if rule is None:
-        raise call.fail(f"this op is not in the closed set that can be lifted: {closed_set()}")
-    env[node] = rule(call)
+        known = call.evaluated()
+        if known is not None:
+            return known
+        raise call.fail(refusal_of(node.target) or "this op is not in the closed set that can be lifted (docs/ops.md)")
+    made = rule(call)
     if call.unread is not None:
         raise call.fail(f"argument {call.unread} would be lost: the rule of this op does not read it")
+    return made
 
 
 def _logits(node: fx.Node, env: Mapping[fx.Node, Lift], builder: Builder, traced: Traced) -> str:

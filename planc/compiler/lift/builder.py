@@ -7,7 +7,7 @@ import numpy as np
 
 from planc.compiler.ir.graph import Graph, Node, Value, Weight
 from planc.compiler.ir.ops import OPS
-from planc.compiler.ir.recipe import Recipe, constant, infer, step
+from planc.compiler.ir.recipe import Recipe, constant, evaluate, infer, step
 from planc.compiler.ir.types import Attr, TensorType
 
 # Ops that only move bytes: on weights alone they become recipe steps, so no step of the model runs them.
@@ -28,22 +28,27 @@ class Builder:
 
     def __init__(self) -> None:
         self.types: dict[str, TensorType] = {v.name: v.type for v in INPUTS}
+        self.made_by: dict[str, Node] = {}
+        self.numbered = False  # whether the model numbers its tokens itself
         self._constants: dict[str, np.ndarray] = {}
+        self._arrays: dict[str, np.ndarray | None] = {}
         self._nodes: list[Node] = []
         self._weights: dict[Recipe, Value] = {}
         self._recipes: dict[str, Recipe] = {}
         self._counts = {"logits": 1, "kv": 1}  # names that are taken from the start
         self._layers = 0
 
-    def emit(self, op: str, inputs: Sequence[str], name: str, loc: str, **attrs: Attr) -> Value:
-        """The output of a new node, or a weight when only weights' bytes move. ValueError when types do not fit."""
+    def emit(self, op: str, inputs: Sequence[str], name: str, loc: str, **attrs: Attr) -> tuple[Value, ...]:
+        """The outputs of a new node, or a weight when only weights' bytes move. ValueError when types do not fit."""
         if op in MOVES and all(i in self._recipes for i in inputs):
-            return self.weight(f"{inputs[0]}.{op}", step(op, *(self._recipes[i] for i in inputs), **attrs))
-        (made,) = OPS[op].infer(attrs, [self.types[i] for i in inputs])
-        value = Value(self._unique(name), made)
-        self._nodes.append(Node(op, tuple(inputs), (value,), tuple(attrs.items()), loc))
-        self.types[value.name] = made
-        return value
+            return (self.weight(f"{inputs[0]}.{op}", step(op, *(self._recipes[i] for i in inputs), **attrs)),)
+        made = OPS[op].infer(attrs, [self.types[i] for i in inputs])
+        values = tuple(Value(self._unique(name), t) for t in made)
+        node = Node(op, tuple(inputs), values, tuple(attrs.items()), loc)
+        self._nodes.append(node)
+        self.made_by |= {v.name: node for v in values}
+        self.types |= {v.name: v.type for v in values}
+        return values
 
     def weight(self, name: str, recipe: Recipe) -> Value:
         """The weight that `recipe` makes."""
@@ -59,6 +64,24 @@ class Builder:
         recipe, entry = constant(array)
         self._constants |= entry
         return self.weight(name, recipe)
+
+    def array(self, name: str) -> np.ndarray | None:
+        """The value of a constant, or of what is computed from constants alone; None when tokens or weights decide."""
+        if name not in self._arrays:
+            self._arrays[name] = self._value(name)
+        return self._arrays[name]
+
+    def _value(self, name: str) -> np.ndarray | None:
+        recipe, node = self._recipes.get(name), self.made_by.get(name)
+        if recipe is not None:
+            return None if recipe.loads else evaluate(recipe, _no_read, self._constants)
+        if node is None:
+            return None
+        args = [self.array(i) for i in node.inputs]
+        if any(a is None for a in args):
+            return None
+        out = OPS[node.op].ref(dict(node.attrs), args, [self.types[i] for i in node.inputs])  # type: ignore[arg-type]
+        return out[[v.name for v in node.outputs].index(name)]
 
     def next_layer(self) -> int:
         """0, 1, 2 ...: one number for each attention op, in order."""
@@ -77,6 +100,10 @@ class Builder:
     def _unique(self, name: str) -> str:
         count = self._counts[name] = self._counts.get(name, name in self.types) + 1
         return name if count == 1 else self._unique(f"{name}.{count}")
+
+
+def _no_read(name: str) -> np.ndarray:
+    raise KeyError(name)
 
 
 def _renamed(node: Node, old: str, new: str) -> Node:

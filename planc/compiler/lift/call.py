@@ -16,21 +16,23 @@ from planc.compiler.ir.graph import Value
 from planc.compiler.ir.types import DTYPES as NUMPY
 from planc.compiler.ir.types import Attr, Dim, TensorType
 from planc.compiler.lift.builder import Builder
-from planc.compiler.lift.form import Form, Mask
-from planc.compiler.refusal import refused, source_place
+from planc.compiler.lift.form import Complex, Form, Mask
+from planc.compiler.refusal import refused
+from planc.compiler.traced import module_path, source_line, target_name
 from planc.errors import PlancError
 
-Lift = Form | Mask | tuple[Form, ...]
+Lift = Form | Mask | Complex | tuple[Form, ...]
 
 DTYPES = {
     torch.float32: "f32",
+    torch.float64: "f32",
     torch.float16: "f16",
     torch.bfloat16: "bf16",
     torch.int64: "i32",  # token counts, ids and positions all fit
     torch.int32: "i32",
     torch.int8: "i8",
     torch.uint8: "u8",
-    torch.bool: "bool",
+    torch.bool: "f32",  # truth is 1.0 or 0.0
 }
 _OWN_NAME = frozenset({"linear", "embedding", "layer_norm", "rms_norm"})  # named after their module alone
 
@@ -53,15 +55,33 @@ class Call:
     @property
     def dims(self) -> tuple[Dim, ...]:
         """The result's shape in ints and symbols."""
-        return self._dims(self.node.meta["val"].shape)
+        return self.dims_of(self.node.meta["val"])
+
+    def dims_of(self, value: torch.Tensor) -> tuple[Dim, ...]:
+        """A traced tensor's shape in ints and symbols."""
+        return self._dims(value.shape)
 
     @property
     def dtype(self) -> str:
         """The result's dtype, as the graph names it."""
-        dtype = self.node.meta["val"].dtype
+        return self.dtype_of(self.node)
+
+    def dtype_of(self, node: fx.Node) -> str:
+        """The dtype of a node of the trace, as the graph names it."""
+        dtype = node.meta["val"].dtype
         if dtype not in DTYPES:
             raise self.fail(f"dtype {dtype} has no counterpart; known: {', '.join(sorted(set(DTYPES.values())))}")
         return DTYPES[dtype]
+
+    @property
+    def is_truth(self) -> bool:
+        """Whether the result is a tensor of booleans."""
+        return bool(self.node.meta["val"].dtype == torch.bool)
+
+    def truth(self, name: str) -> bool:
+        """Whether a tensor argument is one of booleans."""
+        node = self.source(name)
+        return node is not None and node.meta["val"].dtype == torch.bool
 
     def arg(self, name: str, default: Any = None) -> Any:
         """An argument that is no tensor; sizes come as ints and symbols."""
@@ -105,6 +125,15 @@ class Call:
             raise self.fail(f"argument {name} is not a mask that the model asked transformers for")
         return value
 
+    def complex(self, name: str) -> Complex | None:
+        """A tensor argument that is complex; None when it is not."""
+        value = self._args.get(name)
+        found = self._env.get(value) if isinstance(value, fx.Node) else None
+        if not isinstance(found, Complex):
+            return None
+        self._read.add(name)
+        return found
+
     def source(self, name: str) -> fx.Node | None:
         """The node of the trace that makes an argument."""
         value = self._args.get(name)
@@ -129,12 +158,50 @@ class Call:
 
     def emit(self, op: str, *inputs: str, **attrs: Attr) -> Value:
         """The output of a new graph node (a weight, when bytes of weights move)."""
+        (out,) = self.emit_many(op, *inputs, **attrs)
+        return out
+
+    def emit_many(self, op: str, *inputs: str, **attrs: Attr) -> tuple[Value, ...]:
+        """Like `emit`, for an op of several outputs."""
         stem = short_name(self.path)
         name = stem if op in _OWN_NAME and stem else f"{stem}.{op}".lstrip(".")
         try:
             return self.builder.emit(op, inputs, name, self.path, **attrs)
         except (ValueError, KeyError, TypeError) as e:
             raise self.fail(str(e)) from e
+
+    def constant(self, value: torch.Tensor) -> Form:
+        """A tensor that the compiler knows."""
+        made = self.builder.constant(f"{short_name(self.path)}.const".lstrip("."), array_of(value))
+        return Form.known(made.name, made.type, value)
+
+    def known(self, form: Form) -> list[int] | None:
+        """The elements of a vector of integers that the compiler knows; negative ones count from the end."""
+        array = self.builder.array(form.name)
+        if array is None or array.dtype.kind != "i" or len(form.dims) != 1:
+            return None
+        return [int(i) for i in array.reshape(-1)]
+
+    def evaluated(self) -> Form | None:
+        """The result when every operand is a number that the compiler knows: torch itself computes it."""
+        values: dict[fx.Node, torch.Tensor] = {}
+        for node in self.node.all_input_nodes:
+            form = self._env.get(node)
+            array = self.builder.array(form.name) if isinstance(form, Form) else None
+            if array is None or array.size != 1 or not isinstance(node.meta["val"], torch.Tensor):
+                return None
+            if node.meta["val"].numel() != 1:
+                return None
+            values[node] = torch.from_numpy(array).reshape(node.meta["val"].shape).to(node.meta["val"].dtype)
+        if not values:
+            return None
+        args, kwargs = fx.node.map_arg((self.node.args, self.node.kwargs), values.__getitem__)  # type: ignore[misc]
+        return self.constant(self.node.target(*args, **kwargs))  # type: ignore[operator]
+
+    def tokens(self) -> Form:
+        """Where each token stands in its sequence, [T]: what a model's own numbering of its tokens means."""
+        self.builder.numbered = True
+        return Form.plain("positions", self.builder.types["positions"])
 
     def type_of(self, name: str) -> TensorType:
         """Type of a graph value."""
@@ -183,27 +250,6 @@ class Call:
 
 def _is_default(argument: Any, value: Any) -> bool:
     return bool(argument.has_default_value()) and bool(argument.default_value == value)
-
-
-def target_name(node: fx.Node) -> str:
-    """The op's name as torch prints it."""
-    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", "?")
-
-
-def module_path(node: fx.Node) -> str:
-    """Path of the innermost module, without the tracer's own prefix."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
-    return str(path).removeprefix("model").lstrip(".")
-
-
-def source_line(node: fx.Node) -> str:
-    """file:line of the model's code that made the node."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    if not frames:
-        return "no source line"
-    own = [f for f in frames if "/torch/" not in f[0]] or frames
-    return source_place(*own[-1])
 
 
 def array_of(value: torch.Tensor) -> np.ndarray:

@@ -69,3 +69,11 @@ class Mask:
 
     kind: str
     size: int
+
+
+@dataclass(frozen=True)
+class Complex:
+    """A complex tensor of the trace: its real and imaginary parts."""
+
+    real: Form
+    imag: Form

@@ -62,17 +62,15 @@ def placed(name: str, made: TensorType, dims: Sequence[Dim], order: Sequence[int
 
 def spread(call: Call, form: Form, axes: Sequence[int]) -> Form:
     """The form with the expanded axes among `axes` really repeated, since regrouping or joining needs the copies."""
-    for axis in axes:
-        size = form.dims[axis]
-        if form.axes[axis] is not None or size == 1:
-            continue
-        if isinstance(size, str):
-            raise call.fail(f"a value that is the same for every token would have to be repeated along {size}")
-        order = rows_first(form.dims, sorted([*form.stored, axis]))
-        one = arrange(call, form, order)
-        out = call.emit("concat", *[one] * size, axis=order.index(axis))
-        form = replace(placed(out.name, out.type, form.dims, order), scalar=form.scalar)
-    return form
+    missing = [a for a in axes if form.axes[a] is None and form.dims[a] != 1]
+    if not missing:
+        return form
+    order = rows_first(form.dims, sorted([*form.stored, *missing]))
+    name = arrange(call, form, order)
+    shape = [-1 if isinstance(form.dims[a], str) else int(form.dims[a]) for a in order]
+    new = [form.dims[a] for a in missing if isinstance(form.dims[a], str)]
+    out = call.emit("expand", name, shape=tuple(shape), **({"rows": new[0]} if new else {}))
+    return replace(placed(out.name, out.type, form.dims, order), scalar=form.scalar)
 
 
 def regroup(call: Call, form: Form, dims: Sequence[Dim]) -> Form:

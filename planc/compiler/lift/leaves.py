@@ -8,15 +8,15 @@ from planc.compiler.ir.graph import Graph
 from planc.compiler.ir.recipe import Recipe, cast, infer
 from planc.compiler.lift.builder import Builder
 from planc.compiler.lift.call import DTYPES, array_of, short_name
-from planc.compiler.lift.form import Form
+from planc.compiler.lift.form import Complex, Form
 from planc.compiler.refusal import refused
-from planc.compiler.trace import Buffer, Traced
+from planc.compiler.traced import Buffer, Traced
 from planc.errors import PlancError
 
 _BELONG = "Check that config.json and the weights belong together."
 
 
-def leaf(node: fx.Node, traced: Traced, builder: Builder, recipes: Mapping[str, Recipe]) -> Form:
+def leaf(node: fx.Node, traced: Traced, builder: Builder, recipes: Mapping[str, Recipe]) -> Form | Complex:
     """The form of a placeholder. PlancError when a parameter has no recipe, or one that makes another shape."""
     if node.name in traced.inputs:
         name = traced.inputs[node.name]
@@ -45,7 +45,10 @@ def _recipe(fqns: tuple[str, ...], recipes: Mapping[str, Recipe]) -> Recipe:
     raise PlancError(f"the checkpoint has no tensor for parameter {' = '.join(fqns)}. {_BELONG}")
 
 
-def _buffer(buffer: Buffer, builder: Builder) -> Form:
+def _buffer(buffer: Buffer, builder: Builder) -> Form | Complex:
+    if buffer.value.is_complex():
+        real, imag = (Buffer(buffer.name, getattr(buffer.value, part).contiguous()) for part in ("real", "imag"))
+        return Complex(_buffer(real, builder), _buffer(imag, builder))  # type: ignore[arg-type]
     dtype = buffer.value.dtype
     if dtype not in DTYPES:
         raise refused(f"buffer {buffer.name} has dtype {dtype}, which has no counterpart in the graph")

@@ -5,6 +5,7 @@ from math import isinf
 
 import torch
 
+from planc.compiler.ir.types import Dim
 from planc.compiler.lift.call import Call
 from planc.compiler.lift.form import Form
 from planc.compiler.lift.layout import arrange, placed, rows_first
@@ -19,13 +20,17 @@ _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
 
 
 def unary(op: str) -> Rule:
-    """A rule for an op of one tensor."""
-    return lambda call: apply(call, op, call.form("self"))
+    """A rule for an op of one tensor, in the result's dtype."""
+    return lambda call: apply(call, op, own(call, "self"))
+
+
+def own(call: Call, name: str) -> Form:
+    """A tensor argument in the result's dtype."""
+    return cast_to(call, call.form(name), call.dtype)
 
 
 def apply(call: Call, op: str, x: Form, **attrs: float | bool) -> Form:
-    """One elementwise op on one tensor, in the result's dtype."""
-    x = cast_to(call, x, call.dtype)
+    """One elementwise op on one tensor, whose dtype is kept."""
     out = call.emit(op, x.name, **attrs)
     return Form(out.name, out.type, x.dims, x.axes)
 
@@ -36,12 +41,6 @@ def cast_to(call: Call, x: Form, dtype: str) -> Form:
         return x
     out = call.emit("cast", x.name, dtype=dtype)
     return Form(out.name, out.type, x.dims, x.axes, x.scalar)
-
-
-def cast(call: Call) -> Form:
-    """to, _to_copy, type_as: only the dtype matters here."""
-    call.implied("dtype", "device", "other", "layout", "non_blocking", "copy", "memory_format", "pin_memory")
-    return cast_to(call, call.form("self"), call.dtype)
 
 
 def same(call: Call) -> Form:
@@ -69,11 +68,17 @@ def reversed_binary(op: str) -> Rule:
 
 
 def combine(call: Call, op: str, a: Operand, b: Operand) -> Form:
+    """`op` of two operands in the result's dtype and shape."""
+    a, b = (cast_to(call, x, call.dtype).expand(call.dims) if isinstance(x, Form) else x for x in (a, b))
+    return pair(call, op, a, b)
+
+
+def pair(call: Call, op: str, a: Operand, b: Operand) -> Form:
     """`op` of two operands that broadcast; a number becomes the attribute `scalar`, a neutral one leaves no op."""
     b = _number(b)
     a = _number(a) if isinstance(b, Form) else a  # of two known numbers one stays a tensor
     if isinstance(a, Form) and isinstance(b, Form):
-        return _two(call, op, cast_to(call, a, call.dtype), cast_to(call, b, call.dtype))
+        return _two(call, op, a, b)
     if isinstance(a, Form):
         return _with_number(call, op, a, b)  # type: ignore[arg-type]
     if isinstance(b, Form):
@@ -81,43 +86,52 @@ def combine(call: Call, op: str, a: Operand, b: Operand) -> Form:
     raise call.fail("both operands are numbers")
 
 
-def _with_number(call: Call, op: str, a: Form, b: int | float) -> Form:
-    x = cast_to(call, a, call.dtype).expand(call.dims)
-    return x if b == _NEUTRAL.get(op) else apply(call, op, x, scalar=_finite(call, b))
+def _with_number(call: Call, op: str, x: Form, b: int | float) -> Form:
+    if b == _NEUTRAL.get(op):
+        return x
+    if isinf(b) or b != b:
+        return _two(call, op, x, call.constant(torch.full((), b)))
+    return apply(call, op, x, scalar=b)
 
 
-def _number_first(call: Call, op: str, a: int | float, b: Form) -> Form:
-    x = cast_to(call, b, call.dtype).expand(call.dims)
+def _number_first(call: Call, op: str, a: int | float, x: Form) -> Form:
     if op == "div" and a == 1:
         return _reciprocal(call, x, "other")
-    return apply(call, op, x, scalar=_finite(call, a), reversed=True)
+    if isinf(a) or a != a:
+        return _two(call, op, call.constant(torch.full((), a)), x)
+    return apply(call, op, x, scalar=a, reversed=True)
 
 
 def _number(x: Operand) -> Operand:
-    return x.scalar if isinstance(x, Form) and x.scalar is not None else x
-
-
-def _finite(call: Call, x: int | float) -> int | float:
-    if isinstance(x, float) and (isinf(x) or x != x):
-        raise call.fail(f"{x} as an operand")
-    return x
+    """A tensor of one known number as that number, unless its shape decides the result's."""
+    return x.scalar if isinstance(x, Form) and x.scalar is not None and not x.stored else x
 
 
 def _two(call: Call, op: str, a: Form, b: Form) -> Form:
-    dims = call.dims
+    dims = _broadcast(call, a.dims, b.dims)
     a, b = a.expand(dims), b.expand(dims)
     if op == "mul" and (a.name, a.axes) == (b.name, b.axes):
         return apply(call, "square", a)
-    order = _common_order(call, a, b)
+    order = _common_order(dims, a, b)
     out = call.emit(op, *(arrange(call, x, _tail(x, order)) for x in (a, b)))
     return placed(out.name, out.type, dims, order)
 
 
-def _common_order(call: Call, a: Form, b: Form) -> list[int]:
+def _broadcast(call: Call, a: tuple[Dim, ...], b: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    rank = max(len(a), len(b))
+    out: list[Dim] = []
+    for x, y in zip((1,) * (rank - len(a)) + a, (1,) * (rank - len(b)) + b, strict=True):
+        if 1 not in (x, y) and x != y:
+            raise call.fail(f"{a} and {b} do not broadcast")
+        out.append(y if x == 1 else x)
+    return tuple(out)
+
+
+def _common_order(dims: tuple[Dim, ...], a: Form, b: Form) -> list[int]:
     """The result's stored axes: in the order of the operand that has them all, else tokens first."""
     wide = max((a, b), key=lambda x: len(x.stored)).stored
     every = set(a.stored) | set(b.stored)
-    return wide if set(wide) == every else rows_first(call.dims, sorted(every))
+    return wide if set(wide) == every else rows_first(dims, sorted(every))
 
 
 def _tail(x: Form, order: list[int]) -> list[int]:
@@ -130,14 +144,14 @@ def power(call: Call) -> Form:
     """pow with a number as exponent; the common ones have names."""
     exponent = call.operand("exponent")
     if isinstance(exponent, float | int) and exponent in _POWERS:
-        x = call.form("self")
+        x = own(call, "self")
         return _reciprocal(call, x, "self") if exponent == -1 else apply(call, _POWERS[exponent], x)
     return combine(call, "pow", call.operand("self"), exponent)
 
 
 def reciprocal(call: Call) -> Form:
     """1 / x, and 1 / sqrt(x) as one op."""
-    return _reciprocal(call, call.form("self"), "self")
+    return _reciprocal(call, own(call, "self"), "self")
 
 
 def _reciprocal(call: Call, x: Form, argument: str) -> Form:
@@ -155,9 +169,14 @@ def gelu(call: Call) -> Form:
 
 def clamp(call: Call) -> Form:
     """clamp to numbers on either side."""
-    x = call.form("self")
-    for name, op in (("min", "maximum"), ("max", "minimum")):
-        bound = call.arg(name)
-        if bound is not None and not isinf(bound):
-            x = apply(call, op, x, scalar=bound)
+    x = own(call, "self")
+    for name, op in (("min", "maximum"), ("max", "minimum"), ("min_val", "maximum"), ("max_val", "minimum")):
+        bound = call.operand(name) if call.has(name) else None
+        if bound is not None and (isinstance(bound, Form) or not isinf(bound)):
+            x = pair(call, op, x, bound)
     return x
+
+
+def bounded(call: Call, low: float, high: float) -> Form:
+    """clip(x, low, high)."""
+    return apply(call, "minimum", apply(call, "maximum", own(call, "self"), scalar=low), scalar=high)

@@ -5,9 +5,12 @@ from typing import Any
 
 import torch
 
-from planc.compiler import hooks  # noqa: F401  (defines the two custom ops)
+from planc.compiler import hooks  # noqa: F401  (defines the custom ops)
+from planc.compiler.lift import complex as z
+from planc.compiler.lift import logic as c
 from planc.compiler.lift import pointwise as p
 from planc.compiler.lift import products as m
+from planc.compiler.lift import rows as r
 from planc.compiler.lift import tokens as t
 from planc.compiler.lift import views as v
 from planc.compiler.lift.call import Call, Lift
@@ -33,7 +36,9 @@ _UNARY: tuple[str, ...] = (
     "silu",
     "relu",
 )
-_UNARY += ("floor", "softplus")
+_UNARY += ("floor", "expm1", "log1p", "sign", "round", "ceil", "trunc")
+
+_KINDS = ("Tensor", "Scalar")
 
 _POINTWISE: dict[Target, Rule] = {
     **{getattr(_A, n).default: p.unary(n) for n in _UNARY},
@@ -42,6 +47,10 @@ _POINTWISE: dict[Target, Rule] = {
     _A.clamp.default: p.clamp,
     _A.clamp_min.default: p.clamp,
     _A.clamp_max.default: p.clamp,
+    _A.clamp.Tensor: p.clamp,
+    _A.clamp_min.Tensor: p.clamp,
+    _A.clamp_max.Tensor: p.clamp,
+    _A.hardtanh.default: p.clamp,
     _A.add.Tensor: p.binary("add"),
     _A.add.Scalar: p.binary("add"),
     _A.sub.Tensor: p.binary("sub"),
@@ -52,6 +61,14 @@ _POINTWISE: dict[Target, Rule] = {
     _A.mul.Scalar: p.binary("mul"),
     _A.div.Tensor: p.binary("div"),
     _A.div.Scalar: p.binary("div"),
+    _A.div.Tensor_mode: c.divide,
+    _A.div.Scalar_mode: c.divide,
+    _A.floor_divide.default: p.binary("floor_divide"),
+    _A.floor_divide.Scalar: p.binary("floor_divide"),
+    _A.remainder.Tensor: p.binary("remainder"),
+    _A.remainder.Scalar: p.binary("remainder"),
+    _A.max.other: p.binary("maximum"),
+    _A.min.other: p.binary("minimum"),
     _A.maximum.default: p.binary("maximum"),
     _A.minimum.default: p.binary("minimum"),
     _A.pow.Tensor_Scalar: p.power,
@@ -59,7 +76,7 @@ _POINTWISE: dict[Target, Rule] = {
     _A.pow.Scalar: p.power,
     _A.dropout.default: p.dropout,
     **{
-        o: p.cast
+        o: c.cast
         for o in (_A.to.dtype, _A.to.device, _A.to.dtype_layout, _A.to.other, _A._to_copy.default, _A.type_as.default)
     },
     **{
@@ -72,6 +89,28 @@ _POINTWISE: dict[Target, Rule] = {
             _A.lift_fresh_copy.default,
         )
     },
+}
+
+_LOGIC: dict[Target, Rule] = {
+    **{getattr(getattr(_A, op), kind): c.compare(op) for op in ("gt", "ge", "lt", "le", "eq", "ne") for kind in _KINDS},
+    _A.logical_not.default: c.negate,
+    _A.bitwise_not.default: c.negate,
+    **{o: c.both("mul") for o in (_A.logical_and.default, _A.bitwise_and.Tensor, _A.__and__.Tensor)},
+    **{o: c.both("maximum") for o in (_A.logical_or.default, _A.bitwise_or.Tensor, _A.__or__.Tensor)},
+    **{o: c.both("ne") for o in (_A.logical_xor.default, _A.bitwise_xor.Tensor, _A.__xor__.Tensor)},
+    **{o: c.where for o in (_A.where.self, _A.where.ScalarOther, _A.where.ScalarSelf, _A.where.Scalar)},
+    _A.masked_fill.Scalar: c.masked_fill,
+    _A.masked_fill.Tensor: c.masked_fill,
+    _A.leaky_relu.default: c.leaky_relu,
+    _A.elu.default: c.elu,
+    _A.hardsigmoid.default: c.hard(1 / 6, 0.5, by_x=False),
+    _A.hardswish.default: c.hard(1 / 6, 0.5, by_x=True),
+    _A.mish.default: c.mish,
+    _A.softplus.default: c.softplus,
+    _A.log_sigmoid.default: c.log_sigmoid,
+    _A.relu6.default: lambda call: p.bounded(call, 0.0, 6.0),
+    _A.addcmul.default: c.scaled_sum("mul"),
+    _A.addcdiv.default: c.scaled_sum("div"),
 }
 
 _VIEWS: dict[Target, Rule] = {
@@ -87,14 +126,56 @@ _VIEWS: dict[Target, Rule] = {
     _A.permute.default: v.permute,
     _A.movedim.int: v.movedim,
     **{o: v.expand for o in (_A.expand.default, _A.expand_as.default, _A.broadcast_to.default)},
+    _A.broadcast_tensors.default: v.broadcast,
     _A.repeat.default: v.repeat,
     _A.repeat_interleave.self_int: v.repeat_interleave,
     _A.slice.Tensor: v.slice_,
     _A.select.int: v.select,
     **{o: v.pieces for o in (_A.split.Tensor, _A.split_with_sizes.default, _A.chunk.default)},
     _A.unbind.int: v.unbind,
-    _A.cat.default: v.cat,
+    **{o: v.cat for o in (_A.cat.default, _A.concat.default, _A.concatenate.default)},
     _A.stack.default: v.stack,
+    _A.tile.default: v.repeat,
+    _A.slice_scatter.default: v.slice_scatter,
+    _A.select_scatter.default: v.select_scatter,
+    _A.copy.default: v.copy,
+    _A.constant_pad_nd.default: v.pad,
+    _A.pad.default: v.pad,
+    _A.flip.default: v.flip,
+    _A.roll.default: v.roll,
+}
+
+_ROWS: dict[Target, Rule] = {
+    _A.softmax.int: r.along("softmax"),
+    _A._softmax.default: r.along("softmax"),
+    _A.log_softmax.int: r.log_softmax,
+    _A._log_softmax.default: r.log_softmax,
+    _A.cumsum.default: r.along("cumsum"),
+    _A.mean.dim: r.reduction("mean"),
+    _A.sum.dim_IntList: r.reduction("sum"),
+    _A.sum.default: r.reduction("sum"),
+    _A.amax.default: r.reduction("amax"),
+    _A.amin.default: r.reduction("amin"),
+    _A.prod.dim_int: r.reduction("prod"),
+    _A.any.dim: r.quantified("amax"),
+    _A.all.dim: r.quantified("amin"),
+    _A.var.correction: r.spread_of(root=False),
+    _A.std.correction: r.spread_of(root=True),
+    _A.var.dim: r.spread_of(root=False),
+    _A.std.dim: r.spread_of(root=True),
+    _A.linalg_vector_norm.default: r.norm,
+    _A.norm.ScalarOpt_dim: r.norm,
+    _A.max.dim: r.extreme("amax"),
+    _A.min.dim: r.extreme("amin"),
+    _A.argmax.default: r.argmax,
+    _A.topk.default: r.topk,
+    _A.sort.default: r.sort,
+    _A.sort.stable: r.sort,
+    _A.argsort.default: r.argsort,
+    _A.gather.default: r.gather,
+    **{o: r.scatter for o in (_A.scatter.src, _A.scatter.value, _A.scatter.reduce, _A.scatter_add.default)},
+    _A.scatter_reduce.two: r.scatter,
+    _A.one_hot.default: r.one_hot,
 }
 
 _PRODUCTS: dict[Target, Rule] = {
@@ -105,9 +186,7 @@ _PRODUCTS: dict[Target, Rule] = {
     _A.matmul.default: m.matmul,
     _A.layer_norm.default: m.layer_norm,
     _A.rms_norm.default: m.rms_norm,
-    _A.mean.dim: m.reduction("mean"),
-    _A.sum.dim_IntList: m.reduction("sum"),
-    _A.amax.default: m.reduction("amax"),
+    _A.baddbmm.default: m.baddbmm,
     _A.embedding.default: m.embedding,
     _A.index.Tensor: m.index,
     _A.index_select.default: m.index_select,
@@ -116,6 +195,9 @@ _PRODUCTS: dict[Target, Rule] = {
 _TOKENS: dict[Target, Rule] = {
     torch.ops.planc.mask.default: t.mask,
     torch.ops.planc.attention.default: t.attention,
+    torch.ops.planc.expert_linear.default: t.expert_linear,
+    torch.ops.planc.weighted_sum.default: t.weighted_sum,
+    torch.ops.planc.by_position.default: t.by_position,
     **{
         o: t.made
         for o in (
@@ -126,17 +208,52 @@ _TOKENS: dict[Target, Rule] = {
             _A.ones.default,
             _A.ones_like.default,
             _A.scalar_tensor.default,
+            _A.empty.memory_format,
+            _A.empty_like.default,
+            _A.new_empty.default,
+            _A.new_zeros.default,
+            _A.new_ones.default,
+            _A.new_full.default,
+            _A.fill.Scalar,
         )
     },
     **{o: t.numbers for o in (_A.arange.default, _A.arange.start, _A.arange.start_step)},
 }
 
-RULES: Mapping[Target, Rule] = {**_POINTWISE, **_VIEWS, **_PRODUCTS, **_TOKENS}
+_COMPLEX: dict[Target, Rule] = {
+    _A.view_as_complex.default: z.view_as_complex,
+    _A.polar.default: z.polar,
+    _A.complex.default: z.make,
+}
+
+RULES: Mapping[Target, Rule] = {
+    **_POINTWISE, **_LOGIC, **_VIEWS, **_ROWS, **_PRODUCTS, **_TOKENS, **_COMPLEX,
+}  # fmt: skip
+
+# Ops that know complex tensors; any other op works on both parts.
+COMPLEX_RULES: Mapping[Target, Rule] = {
+    _A.view_as_real.default: z.view_as_real,
+    _A.real.default: z.part("real"),
+    _A.imag.default: z.part("imag"),
+    _A.mul.Tensor: z.multiply,
+}
 
 # Views that leave an attention mask what it is.
-MASK_VIEWS = frozenset({o for o, r in RULES.items() if r in (p.cast, p.same, v.slice_, v.expand)})
+MASK_VIEWS = frozenset({o for o, rule in RULES.items() if rule in (c.cast, p.same, v.slice_, v.expand)})
+
+# Ops that are refused for what they do to tokens, with the reason.
+_STATE = "carries a state from token to token (a convolution over them); such models are not compiled yet"
+_REASONS: Mapping[Target, str] = {o: _STATE for o in (_A.conv1d.default, _A.conv1d.padding, _A.convolution.default)}
 
 
-def closed_set() -> str:
-    """The names of the ops that can be lifted, for an error's reader."""
-    return ", ".join(sorted({str(o).removeprefix("aten.").partition(".")[0] for o in RULES}))
+def refusal_of(target: Target) -> str | None:
+    """Why an op is refused, where there is more to say than that it is not known."""
+    return _REASONS.get(target)
+
+
+def closed_set() -> list[str]:
+    """The names of the ops that can be lifted, without overloads, for documents."""
+    names = {
+        str(o).partition(".")[2].rpartition(".")[0] for o in (*RULES, *COMPLEX_RULES) if str(o).startswith("aten.")
+    }
+    return sorted(names)

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from planc.compiler.ir.types import Dim
 from planc.compiler.lift.call import Call
 from planc.compiler.lift.form import Form
 from planc.compiler.lift.layout import arrange, placed, regroup, rows_first, spread
+from planc.compiler.lift.pointwise import cast_to
 
 Rule = Callable[[Call], Form]
 
@@ -71,6 +74,12 @@ def expand(call: Call) -> Form:
     return call.form("self").expand(call.dims)
 
 
+def broadcast(call: Call) -> tuple[Form, ...]:
+    """broadcast_tensors: each in the shape that all have together."""
+    dims = [call.dims_of(part) for part in call.node.meta["val"]]
+    return tuple(x.expand(d) for x, d in zip(call.forms("tensors"), dims, strict=True))
+
+
 def repeat(call: Call) -> Form:
     """repeat: an axis of size 1 is expanded, another one joined with itself."""
     repeats = call.arg("repeats")
@@ -117,8 +126,25 @@ def narrow(call: Call, x: Form, axis: int, start: int, stop: int) -> Form:
     at = x.axes[axis]
     if at is None or (start, stop) == (0, x.dims[axis]):
         return replace(x, dims=dims)
+    whole = _joined_part(call, x.name, at, start, stop)
+    if whole is not None:
+        return Form.of(whole, call.type_of(whole), dims, x.axes)
     out = call.emit("slice", x.name, axis=at, start=start, stop=stop)
     return Form.of(out.name, out.type, dims, x.axes)
+
+
+def _joined_part(call: Call, name: str, axis: int, start: int, stop: int) -> str | None:
+    """The value that a concat put at start:stop of `axis`, when it is one of its parts; so what is overwritten dies."""
+    node = call.builder.made_by.get(name)
+    if node is None or node.op != "concat" or node.attr("axis") != axis:
+        return None
+    at = 0
+    for part in node.inputs:
+        size = int(call.type_of(part).shape[axis])
+        if (at, at + size) == (start, stop):
+            return part
+        at += size
+    return None
 
 
 def _strided(call: Call, x: Form, axis: int, start: int, stop: int, step: int) -> Form:
@@ -189,6 +215,7 @@ def join(call: Call, parts: list[Form], axis: int) -> Form:
     """Tensors joined along `axis`, in one storage order."""
     if len(parts) == 1:
         return parts[0]
+    parts = [cast_to(call, x, call.dtype) for x in parts] if len({x.type.dtype for x in parts}) > 1 else parts
     stored = sorted({a for x in parts for a in x.stored} | {axis})
     parts = [spread(call, x, stored) for x in parts]
     dims: list[Dim] = list(parts[0].dims)
@@ -198,6 +225,84 @@ def join(call: Call, parts: list[Form], axis: int) -> Form:
     order = rows_first(dims, stored)
     out = call.emit("concat", *(arrange(call, x, order) for x in parts), axis=order.index(axis))
     return placed(out.name, out.type, dims, order)
+
+
+def slice_scatter(call: Call) -> Form:
+    """x with a range of one axis replaced: what is before, the source, what is after."""
+    x, source = call.form("self"), call.form("src")
+    axis = _axis(call.arg("dim", 0), len(x.dims))
+    start, stop, step = call.arg("start"), call.arg("end"), call.arg("step", 1)
+    size = x.dims[axis]
+    if isinstance(size, str) or step != 1:
+        if (start or 0, step) == (0, 1) and source.dims == x.dims:
+            return source
+        raise call.fail(f"replaces {start}:{stop}:{step} of the {size} axis")
+    low, high, _ = slice(start, stop).indices(size)
+    parts = [narrow(call, x, axis, 0, low)] if low else []
+    parts.append(cast_to(call, source, x.type.dtype))
+    return join(call, parts + ([narrow(call, x, axis, high, size)] if high < size else []), axis)
+
+
+def select_scatter(call: Call) -> Form:
+    """x with one element of an axis replaced."""
+    x = call.form("self")
+    axis = _axis(call.arg("dim"), len(x.dims))
+    at, size = call.arg("index"), x.dims[axis]
+    if isinstance(size, str):
+        raise call.fail(f"replaces one of the {size} axis")
+    at %= size
+    order: list[int | None] = list(range(len(x.dims) - 1))
+    order.insert(axis, None)
+    parts = [narrow(call, x, axis, 0, at)] if at else []
+    parts.append(cast_to(call, call.form("src").pick(order), x.type.dtype))
+    return join(call, parts + ([narrow(call, x, axis, at + 1, size)] if at + 1 < size else []), axis)
+
+
+def copy(call: Call) -> Form:
+    """copy: the source in the other's dtype and shape."""
+    call.implied("self", "non_blocking")
+    return cast_to(call, call.form("src"), call.dtype).expand(call.dims)
+
+
+def pad(call: Call) -> Form:
+    """Axes of features grown by a constant at either end."""
+    x, sizes, value = call.form("self"), list(call.arg("pad")), call.arg("value", 0)
+    for i in range(0, len(sizes), 2):
+        axis = len(x.dims) - 1 - i // 2
+        for size, first in ((sizes[i], True), (sizes[i + 1], False)):
+            if size == 0:
+                continue
+            if isinstance(x.dims[axis], str) or size < 0:
+                raise call.fail(f"pads the {x.dims[axis]} axis by {size}, so tokens would mix outside of attention")
+            dims = tuple(size if j == axis else d for j, d in enumerate(x.dims))
+            edge = cast_to(call, call.constant(torch.full((), float(value))), x.type.dtype).expand(dims)
+            x = join(call, [edge, x] if first else [x, edge], axis)
+    return x
+
+
+def flip(call: Call) -> Form:
+    """Axes of features in reverse."""
+    x = call.form("self")
+    for axis in (_axis(d, len(x.dims)) for d in call.arg("dims")):
+        size = x.dims[axis]
+        if isinstance(size, str):
+            raise call.fail(f"reverses the {size} axis")
+        x = join(call, [narrow(call, x, axis, i, i + 1) for i in reversed(range(size))], axis)
+    return x
+
+
+def roll(call: Call) -> Form:
+    """Axes of features turned around."""
+    x = call.form("self")
+    for shift, dim in zip(call.arg("shifts"), call.arg("dims"), strict=True):
+        axis = _axis(dim, len(x.dims))
+        size = x.dims[axis]
+        if isinstance(size, str):
+            raise call.fail(f"turns the {size} axis around, so tokens would mix outside of attention")
+        cut = -shift % size
+        if cut:
+            x = join(call, [narrow(call, x, axis, cut, size), narrow(call, x, axis, 0, cut)], axis)
+    return x
 
 
 def _axis(dim: int, rank: int) -> int:

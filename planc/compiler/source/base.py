@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from planc.compiler.refusal import refused
 from planc.errors import PlancError
 
 if TYPE_CHECKING:
@@ -43,6 +42,10 @@ PIECE = 1 << 20  # elements
 _VOLATILE = ("_name_or_path", "_model_name_or_path", "transformers_version", "_commit_hash")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+class NoAttentionInterface(PlancError):
+    """The model's code knows its own kinds of attention only."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,10 @@ class ModelSource(ABC):
         for start in range(0, flat.size, count):
             yield flat[start : start + count]
 
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """`read(name)[start:stop]`. Memory: those rows where the format stores the tensor as it reads it."""
+        return self.read(name)[start:stop]
+
     def generation_config(self) -> dict[str, Any]:
         """bos, eos and pad ids (eos always a list) and the sampling parameters that the checkpoint recommends."""
         config = self.config().get_text_config()
@@ -109,6 +116,16 @@ class ModelSource(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+
+
+def most_positions(config: PretrainedConfig) -> int | None:
+    """The longest sequence that a config speaks of, by any of the names in use; None when it sets no limit."""
+    text = config.get_text_config()
+    found = (getattr(text, name, None) for name in _POSITIONS)
+    return next((n for n in found if isinstance(n, int) and n > 0), None)
 
 
 def new_model(
@@ -137,9 +154,8 @@ def new_model(
             ).eval()
     except Exception as e:  # noqa: BLE001 - model code fails in its own ways on a config that does not fit it
         if isinstance(e, KeyError) and e.args == (attention,):
-            raise refused(
-                f"the attention of model type {config.model_type} does not go through transformers' attention "
-                "interface, so it cannot be captured"
+            raise NoAttentionInterface(
+                f"the attention of model type {config.model_type} does not go through transformers' attention interface"
             ) from None
         raise PlancError(
             f"transformers cannot build a causal language model of type {config.model_type}: {one_line(e)} "
