@@ -7,7 +7,7 @@ from planc.codegen.kernel import Constant, Design, Row, Types, alias, flag, inte
 from planc.compiler.ir.graph import Node
 from planc.compiler.ir.types import PACKED, TensorType
 
-_FORMATS = {"f32": "PackedF32", "bf16": "PackedBf16", "i8": "PackedI8"}
+FORMATS = {"f32": "PackedF32", "bf16": "PackedBf16", "i8": "PackedI8"}
 _ELEMENTS = {"f32": "float", "bf16": "uint16_t", "i8": "int8_t"}
 _CACHE = "f32 [T, heads, D] and a cache of f32 or bf16 whose block size is a multiple of 16"
 
@@ -41,7 +41,7 @@ def _one_stride(t: TensorType) -> bool:
 
 def _linear_fits(node: Node, types: Types) -> bool:
     x, w = types[0], types[1]
-    return x.dtype == "f32" and w.dtype in _FORMATS and (w.dtype == "i8") == (node.op == "qlinear") and _one_stride(x)
+    return x.dtype == "f32" and w.dtype in FORMATS and (w.dtype == "i8") == (node.op == "qlinear") and _one_stride(x)
 
 
 def _linear(node: Node, types: Types) -> Design:
@@ -49,7 +49,7 @@ def _linear(node: Node, types: Types) -> Design:
     n, k = (int(d) for d in w.shape)
     scaled, bias = node.op == "qlinear", _has(node, "bias")
     constants = (
-        alias("Format", f"planc::{_FORMATS[w.dtype]}", w.dtype),
+        alias("Format", f"planc::{FORMATS[w.dtype]}", w.dtype),
         integer("N", n),
         integer("K", k),
         integer("X_STRIDE", _row_stride(x)),
@@ -61,14 +61,14 @@ def _linear(node: Node, types: Types) -> Design:
 
 def _embedding_fits(node: Node, types: Types) -> bool:
     table, ids = types[0], types[-1]
-    return ids.dtype == "i32" and table.dtype in _FORMATS and (table.dtype == "i8") == (node.op == "qembedding")
+    return ids.dtype == "i32" and table.dtype in FORMATS and (table.dtype == "i8") == (node.op == "qembedding")
 
 
 def _embedding(node: Node, types: Types) -> Design:
     table = types[0]
     cpp = f"planc::RowMajorTable<Config, {_ELEMENTS[table.dtype]}>"
     if table.layout in PACKED:
-        cpp = f"planc::PackedTable<Config, planc::{_FORMATS[table.dtype]}>"
+        cpp = f"planc::PackedTable<Config, planc::{FORMATS[table.dtype]}>"
     constants = (integer("COUNT", int(table.shape[0])), integer("WIDTH", table.features))
     return Design(constants, {"table": cpp, "scaled": node.op == "qembedding"}, (table.dtype, table.layout))
 

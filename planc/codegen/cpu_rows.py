@@ -52,7 +52,7 @@ def _gather(node: Node, types: Types) -> Design:
 def _scatter(node: Node, types: Types) -> Design:
     axes, width, count, add = outer(node.out.type, types), _last(types), _last(types, 1), bool(node.attr("add", False))
     stride = 0 if _last(types, -1) == 1 else 1
-    variables = _walk(axes) | {"width": width, "count": count, "add": str(add).lower(), "source_stride": stride}
+    variables = _walk(axes) | {"width": width, "count": count, "source_stride": stride}
     value = () if len(types) == 3 else (real("VALUE", float(node.attr("scalar"))),)  # type: ignore[arg-type]
     tags = (f"width{width}", f"count{count}", f"step{stride}", axes.tag)
     return Design((flag("ADD", add), *value), variables, tags)

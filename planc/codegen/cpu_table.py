@@ -3,7 +3,8 @@
 from planc.codegen.cpu_elementwise import ELEMENTWISE
 from planc.codegen.cpu_model import MODEL
 from planc.codegen.cpu_moves import MOVES
+from planc.codegen.cpu_products import PRODUCTS
 from planc.codegen.cpu_rows import ROWS
 from planc.codegen.kernel import Row
 
-TABLE: tuple[Row, ...] = (*MODEL, *ELEMENTWISE, *MOVES, *ROWS)
+TABLE: tuple[Row, ...] = (*MODEL, *ELEMENTWISE, *MOVES, *ROWS, *PRODUCTS)

@@ -19,6 +19,23 @@ CASES = [
     case("act_mul", f32("T", 20), f32("T", 20), act="gelu"),
     case("act_mul", f32("T", 20), f32("T", 20), act="gelu_tanh"),
     case("paged_attention", *PAGED, **KV),
+    *(case(op, f32("T", 20), f32("T", 20)) for op in ("pow", "ge", "ne", "remainder", "floor_divide")),
+    *(case(op, i32("T", 20), i32("T", 1)) for op in ("ge", "remainder", "floor_divide")),
+    *(case(op, f32("T", 20)) for op in ("round", "sign", "softmax", "cumsum", "amin", "argmax")),
+    case("where", f32("T", 20), f32("T", 20), f32("T", 1)),
+    case(
+        "fused", f32("T", 2, 3, 4, 5), f32("T", 1, 3, 1, 5), code="mul(i0,-inf);where(t0,i1,nan);pow(t1,2.0);pow(t2,t1)"
+    ),
+    *(case("topk", f32("T", 200), k=k, largest=True) for k in (4, 200)),
+    case("gather", i32("T", 20), i32("T", 3)),
+    case("scatter", f32("T", 20), i32("T", 3), f32("T", 3), add=True),
+    case("scatter", f32("T", 20), i32("T", 3), scalar=2.0),
+    case("matmul", f32("T", 3, 20), f32("T", 20, 70)),
+    case(
+        "expert_linear", f32("T", 70), i32("T", 2), tensor("bf16", 4, 100, 70, layout="n64k2"), f32(4, 100), bias=True
+    ),
+    case("qexpert_linear", f32("T", 70), i32("T", 2), tensor("i8", 4, 9, 70, layout="n64k4"), f32(4, 9), scheme="int8"),
+    case("weighted_sum", f32("T", 3, 70), f32("T", 3)),
 ]
 
 

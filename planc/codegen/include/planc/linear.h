@@ -31,15 +31,16 @@ struct Packed : Format {
     static constexpr bool PREFETCH = true;
 };
 
-// acc[m][v] += x[m][0..count) * w[0..count)[v], k ascending. `w` points at the first group's line of the first vector.
-template <class Source, int LDX, int MR, int NV>
-PLANC_INLINE void accumulate(Vec (&acc)[MR][NV], const float* x, const char* w, int count) {
+// acc[m][v] += x[m][0..count) * w[0..count)[v], k ascending. `x(m)` is row m of the tile, `w` points at the first group's
+// line of the first vector.
+template <class Source, class Tile, int MR, int NV>
+PLANC_INLINE void accumulate(Vec (&acc)[MR][NV], const Tile& x, const char* w, int count) {
     constexpr int GROUP = Source::GROUP;
-    auto step = [&](auto i, const float* xk, const char* wk) PLANC_INLINED {
+    auto step = [&](auto i, int k, const char* wk) PLANC_INLINED {
         Vec b[NV];
         PLANC_UNROLL for (int v = 0; v < NV; ++v) b[v] = Source::template unpack<i.value>(wk + v * LINE_BYTES);
         PLANC_UNROLL for (int m = 0; m < MR; ++m) {
-            Vec a = broadcast(xk + m * LDX + i.value);
+            Vec a = broadcast(x(m) + k + i.value);
             PLANC_UNROLL for (int v = 0; v < NV; ++v) acc[m][v] = fma(a, b[v], acc[m][v]);
         }
     };
@@ -48,42 +49,53 @@ PLANC_INLINE void accumulate(Vec (&acc)[MR][NV], const float* x, const char* w, 
         if constexpr (Source::PREFETCH) {
             PLANC_UNROLL for (int v = 0; v < NV; ++v) prefetch(w + PREFETCH_BYTES + v * LINE_BYTES);
         }
-        unrolled<GROUP>([&](auto i) PLANC_INLINED { step(i, x + k, w); });
+        unrolled<GROUP>([&](auto i) PLANC_INLINED { step(i, k, w); });
     }
     if constexpr (GROUP > 1) {
         unrolled<GROUP - 1>([&](auto i) PLANC_INLINED {
-            if (k + i.value < count) step(i, x + k, w);
+            if (k + i.value < count) step(i, k, w);
         });
     }
 }
 
 }  // namespace detail
 
-// Config: Format (PackedF32, PackedBf16 or PackedI8), N, K, X_STRIDE (floats between rows of x; y is dense), BIAS.
-// x and y must not overlap.
-template <class Config>
-class Linear {
+// Rows of x that lie LDX floats apart, and rows of y that lie LDY apart.
+template <int LDX, int LDY>
+class DenseRows {
+    struct Tile {
+        const float* x;
+        PLANC_INLINE const float* operator()(int m) const { return x + m * LDX; }
+    };
+
+   public:
+    DenseRows(const float* x, float* y) : x_(x), y_(y) {}
+
+    // The MR rows of x from `row` on, at k.
+    template <int MR>
+    PLANC_INLINE Tile tile(int row, int k) const {
+        return {x_ + int64_t(row) * LDX + k};
+    }
+    PLANC_INLINE float* result(int row) const { return y_ + int64_t(row) * LDY; }
+
+   private:
+    const float* const x_;
+    float* const y_;
+};
+
+// One weight over rows that `Rows` finds, in register tiles. Config: Format (PackedF32, PackedBf16 or PackedI8), N, K, BIAS.
+template <class Config, class Rows>
+class LinearTiles {
     using Format = typename Config::Format;
-    static constexpr int N = Config::N, K = Config::K, LDX = Config::X_STRIDE, LDY = N;
+    static constexpr int N = Config::N, K = Config::K;
     static constexpr bool BIAS = Config::BIAS;
 
    public:
-    // x f32 [rows, K], weight packed, scale f32 [N] for int8, bias f32 [N], y f32 [rows, N].
-    Linear(const float* x, const void* weight, const float* scale, const float* bias, float* y)
-        : x_(x), weight_(static_cast<const char*>(weight)), scale_(scale), bias_(bias), y_(y) {}
-
-    void run(int rows, int thread, int threads) const {
-        if (rows < detail::PANEL_MIN_ROWS) {
-            run_direct(rows, share(HALF_BLOCKS, thread, threads));
-        } else {
-            run_panels(rows, thread, threads);
-        }
-    }
-
-   private:
-    static constexpr int HALF_BLOCKS = (N + 31) / 32;  // a finer share than whole blocks, and still two lines long
     static constexpr int PANEL_COLUMNS = PANEL_VECS * LANES;
-    static constexpr int PANELS = (N + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
+
+    // weight packed, scale f32 [N] for int8, bias f32 [N].
+    LinearTiles(Rows rows, const char* weight, const float* scale, const float* bias)
+        : rows_(rows), weight_(weight), scale_(scale), bias_(bias) {}
 
     // Few rows: widen weights in registers; a 64-column block streams through the cache once for all row tiles.
     void run_direct(int rows, Range half_blocks) const {
@@ -95,6 +107,14 @@ class Linear {
         }
     }
 
+    // Many rows, PANEL_ROWS at most: k blocks outside, so that x stays in the cache.
+    void run_panels(Range rows, Range columns) const {
+        for (int k = 0; k < K; k += detail::PANEL_K) {
+            for (int c = columns.begin; c < columns.end; ++c) run_panel(rows, c * PANEL_COLUMNS, k);
+        }
+    }
+
+   private:
     void run_columns(int rows, int tiles, int column, int vecs) const {
         switch (tile_vecs((rows + tiles - 1) / tiles)) {
             case 4:
@@ -122,25 +142,10 @@ class Linear {
         const char* w = weight_ + block_offset<Format>(column / BLOCK, K) + column % BLOCK / LANES * LINE_BYTES;
         with_rows<NV>(rows.end - rows.begin, [&](auto mr) PLANC_INLINED {
             Vec acc[mr.value][NV] = {};
-            detail::accumulate<detail::Packed<Format>, LDX>(acc, x_ + int64_t(rows.begin) * LDX, w, K);
+            detail::accumulate<detail::Packed<Format>>(acc, rows_.template tile<mr.value>(rows.begin, 0), w, K);
             finish(acc, column);
             store_tile(acc, rows.begin, column);
         });
-    }
-
-    // Many rows: units of (row chunk, panel column), contiguous shares; k blocks outside, so that x stays in the cache.
-    void run_panels(int rows, int thread, int threads) const {
-        const int chunks = (rows + detail::PANEL_ROWS - 1) / detail::PANEL_ROWS;
-        const Range units = share(int64_t(chunks) * PANELS, thread, threads);
-        for (int unit = units.begin; unit < units.end;) {
-            const int chunk = unit / PANELS;
-            const int end = std::min(units.end, (chunk + 1) * PANELS);
-            const Range columns = {unit % PANELS, end - chunk * PANELS};
-            for (int k = 0; k < K; k += detail::PANEL_K) {
-                for (int c = columns.begin; c < columns.end; ++c) run_panel(share(rows, chunk, chunks), c * PANEL_COLUMNS, k);
-            }
-            unit = end;
-        }
     }
 
     void run_panel(Range rows, int column, int k) const {
@@ -158,8 +163,7 @@ class Linear {
         with_rows<PANEL_VECS>(rows.end - rows.begin, [&](auto mr) PLANC_INLINED {
             Vec acc[mr.value][PANEL_VECS] = {};
             if (k > 0) load_tile(acc, rows.begin, column);
-            const float* x = x_ + int64_t(rows.begin) * LDX + k;
-            detail::accumulate<detail::Panel<PANEL_VECS>, LDX>(acc, x, panel, count);
+            detail::accumulate<detail::Panel<PANEL_VECS>>(acc, rows_.template tile<mr.value>(rows.begin, k), panel, count);
             if (k + count == K) finish(acc, column);
             store_tile(acc, rows.begin, column);
         });
@@ -220,7 +224,7 @@ class Linear {
     template <int MR, int NV, class Whole, class Part>
     PLANC_INLINE void visit_tile(int row, int column, Whole whole, Part part) const {
         PLANC_UNROLL for (int m = 0; m < MR; ++m) {
-            float* y = y_ + int64_t(row + m) * LDY + column;
+            float* y = rows_.result(row + m) + column;
             PLANC_UNROLL for (int v = 0; v < NV; ++v) {
                 const int valid = N - column - v * LANES;
                 if (N % LANES == 0 ? valid > 0 : valid >= LANES) {
@@ -232,11 +236,48 @@ class Linear {
         }
     }
 
-    const float* const x_;
+    const Rows rows_;
     const char* const weight_;
     const float* const scale_;
     const float* const bias_;
-    float* const y_;
+};
+
+// Config: that of LinearTiles, X_STRIDE (floats between rows of x; y is dense). x and y must not overlap.
+template <class Config>
+class Linear {
+    static constexpr int N = Config::N;
+    static constexpr int HALF_BLOCKS = (N + 31) / 32;  // a finer share than whole blocks, and still two lines long
+    using Rows = DenseRows<Config::X_STRIDE, N>;
+    using Tiles = LinearTiles<Config, Rows>;
+    static constexpr int PANELS = (N + Tiles::PANEL_COLUMNS - 1) / Tiles::PANEL_COLUMNS;
+
+   public:
+    // x f32 [rows, K], weight packed, scale f32 [N] for int8, bias f32 [N], y f32 [rows, N].
+    Linear(const float* x, const void* weight, const float* scale, const float* bias, float* y)
+        : tiles_({x, y}, static_cast<const char*>(weight), scale, bias) {}
+
+    void run(int rows, int thread, int threads) const {
+        if (rows < detail::PANEL_MIN_ROWS) {
+            tiles_.run_direct(rows, share(HALF_BLOCKS, thread, threads));
+        } else {
+            run_panels(rows, thread, threads);
+        }
+    }
+
+   private:
+    // Units of (row chunk, panel column) in contiguous shares.
+    void run_panels(int rows, int thread, int threads) const {
+        const int chunks = (rows + detail::PANEL_ROWS - 1) / detail::PANEL_ROWS;
+        const Range units = share(int64_t(chunks) * PANELS, thread, threads);
+        for (int unit = units.begin; unit < units.end;) {
+            const int chunk = unit / PANELS;
+            const int end = std::min(units.end, (chunk + 1) * PANELS);
+            tiles_.run_panels(share(rows, chunk, chunks), {unit % PANELS, end - chunk * PANELS});
+            unit = end;
+        }
+    }
+
+    const Tiles tiles_;
 };
 
 }  // namespace planc
