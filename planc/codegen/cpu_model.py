@@ -143,8 +143,9 @@ def _attention(node: Node, types: Types) -> Design:
         Constant(f"static constexpr planc::MaskKind MASK = planc::MaskKind::{kind.upper()}", kind),
         *([integer("WINDOW", _num(node, "window"))] if kind != "causal" else []),
         flag("SINKS", _has(node, "sinks")),
+        flag("ALIBI", _has(node, "alibi")),
     )
-    return Design(constants, {"sinks": _has(node, "sinks")})
+    return Design(constants, {"sinks": _has(node, "sinks"), "alibi": _has(node, "alibi")})
 
 
 def _linear_row(op: str, weights: str) -> Row:

@@ -21,6 +21,11 @@ ROWS = {  # name -> geometry and what differs from the plain causal mask
     "sliding of one": (Shape(2, 2, 16, 8), {"kind": "sliding", "window": 1}),
     "chunked": (Shape(4, 2, 20, 20), {"kind": "chunked", "window": 48}),
     "sinks": (Shape(4, 2, 16, 33), {"sinks": True}),
+    "alibi": (Shape(6, 3, 16, 20), {"alibi": True}),
+    "alibi, sinks, sliding": (
+        Shape(4, 2, 24, 24, dtype="bf16"),
+        {"kind": "sliding", "window": 300, "softcap": 3.0, "sinks": True, "alibi": True},
+    ),
     "all at once": (Shape(6, 2, 24, 24, block=64), {"kind": "sliding", "window": 40, "softcap": 3.0, "sinks": True}),
 }
 
@@ -29,7 +34,8 @@ def attention(s: Shape, extra: dict) -> Case:
     attrs = {**MASK, **s.cache, **{k: v for k, v in extra.items() if k != "q"}}
     q = f32("T", s.heads, s.k_dim, layout=extra.get("q", "row"))
     types = [q, tensor("u8", "P", int(s.cache["page_bytes"])), i32("S", "M"), i32("S1"), i32("T")]
-    return case("paged_attention", *types, *([f32(s.heads)] if extra.get("sinks") else []), **attrs)
+    per_head = [f32(s.heads)] * (bool(extra.get("sinks")) + bool(extra.get("alibi")))
+    return case("paged_attention", *types, *per_head, **attrs)
 
 
 CASES = {name: attention(*row) for name, row in ROWS.items()}
@@ -44,7 +50,7 @@ class World:
         self.table, pages = page_table(self.lengths, s.block)
         self.cache = empty_cache(s, pages)
         self.q = [random(n, s.heads, s.k_dim, seed=10 + i) for i, n in enumerate(lengths)]
-        self.sinks = random(s.heads, seed=5)
+        self.sinks, self.slopes = random(s.heads, seed=5), random(s.heads, seed=6) / 8
         append = {"op": OPS["kv_append"].ref, "attrs": s.cache}
         for i, n in enumerate(lengths):
             k, v = random(n, s.kv_heads, s.k_dim, seed=30 + i), random(n, s.kv_heads, s.v_dim, seed=60 + i)
@@ -57,8 +63,11 @@ class World:
         start = np.cumsum([0, *(b - a for _, a, b in parts)]).astype(np.int32)
         return [q, self.cache, self.table[[s for s, _, _ in parts]], start, positions]
 
+    def per_head(self, c: Case) -> list[np.ndarray]:
+        return [a for name, a in (("sinks", self.sinks), ("alibi", self.slopes)) if dict(c.attrs).get(name)]
+
     def run(self, library: Library, c: Case, parts: Sequence[tuple[int, int, int]], threads: int = 1) -> np.ndarray:
-        given = self.step(parts) + ([self.sinks] if dict(c.attrs).get("sinks") else [])
+        given = self.step(parts) + self.per_head(c)
         tokens = len(given[0])
         sizes = (tokens, len(parts), 0, self.table.shape[1])
         return library.run(c, given, tokens, threads=threads, sizes=sizes)[0]
@@ -68,7 +77,7 @@ class World:
 def test_close_to_float64(library: Library, name: str) -> None:
     c, world = CASES[name], World(ROWS[name][0], LENGTHS)
     parts = [(i, max(0, n - 9), n) for i, n in enumerate(LENGTHS)]
-    given = world.step(parts) + ([world.sinks] if dict(c.attrs).get("sinks") else [])
+    given = world.step(parts) + world.per_head(c)
     (want,) = OPS[c.op].ref(dict(c.attrs), given, c.types)
     assert_close(world.run(library, c, parts), want, 1e-5, name)
 

@@ -24,6 +24,7 @@ struct AttentionInputs {
     const int32_t* query_start;  // [S + 1]: the rows of each sequence
     const int32_t* positions;    // [T]
     const float* sinks;          // [HEADS] or null
+    const float* slopes;         // [HEADS] or null: score += slope * (key's position - query's)
     int seqs, table_stride;
 };
 
@@ -42,7 +43,7 @@ struct RowState {
 
 }  // namespace detail
 
-// Config: that of Cache, HEADS, Q_ROW, Q_HEAD, SCALE, SOFTCAP (0: none), MASK, WINDOW, SINKS.
+// Config: that of Cache, HEADS, Q_ROW, Q_HEAD, SCALE, SOFTCAP (0: none), MASK, WINDOW, SINKS, ALIBI.
 template <class Config>
 class PagedAttention {
     using Element = typename Config::Element;
@@ -61,6 +62,7 @@ class PagedAttention {
         const float* q;
         State* state;
         int begin, end;
+        float slope;
     };
 
     // A chunk's scores, then probabilities, of MR rows, and the part of the chunk that each row sees.
@@ -118,7 +120,8 @@ class PagedAttention {
         int begin = 0;
         if constexpr (Config::MASK == MaskKind::SLIDING) begin = std::max(0, position - Config::WINDOW + 1);
         if constexpr (Config::MASK == MaskKind::CHUNKED) begin = position / Config::WINDOW * Config::WINDOW;
-        return {in_.q + int64_t(token) * Config::Q_ROW + int64_t(head) * Config::Q_HEAD, state, begin, position + 1};
+        const float* q = in_.q + int64_t(token) * Config::Q_ROW + int64_t(head) * Config::Q_HEAD;
+        return {q, state, begin, position + 1, Config::ALIBI ? in_.slopes[head] : 0.0f};
     }
 
     // Runs up to MR of `count` rows over one chunk and returns how many; the last row fills up for missing ones.
@@ -180,7 +183,7 @@ class PagedAttention {
         PLANC_UNROLL for (int m = 0; m < MR; ++m) {
             PLANC_UNROLL for (int b = 0; b < NB; ++b) {
                 const int at = j + b * LANES;
-                const Vec s = masked(adjusted(acc[m][b]), c.begin[m] - at, c.end[m] - at);
+                const Vec s = masked(biased(adjusted(acc[m][b]), rows[m], c.base + at), c.begin[m] - at, c.end[m] - at);
                 store(c.p[m] + at, s);
                 peak[m] = max(peak[m], s);
             }
@@ -191,6 +194,12 @@ class PagedAttention {
         const Vec s = dot * splat(Config::SCALE);
         if constexpr (Config::SOFTCAP == 0.0f) return s;
         return splat(Config::SOFTCAP) * tanh(s / splat(Config::SOFTCAP));
+    }
+
+    // Scores of the keys from `position` on, with the bias of their distance to the row's query.
+    static PLANC_INLINE Vec biased(Vec s, const Row& row, int position) {
+        if constexpr (!Config::ALIBI) return s;
+        return fma(splat(row.slope), to_float(iota() + splat_int(position - (row.end - 1))), s);
     }
 
     // Lanes begin..end of a score, -infinity elsewhere.
