@@ -138,6 +138,8 @@ def _compile(
             trust_remote_code=request.trust_remote_code,
         )
         (binding,) = bindings
+    if binding.untied:
+        progress.say(f"the checkpoint has its own tensor for {binding.untied[0]}, which the config ties: kept apart")
     if binding.unused:
         progress.say(f"{len(binding.unused)} tensors of the checkpoint are not used, first {binding.unused[0]}")
     with progress.stage("lift"):
@@ -194,7 +196,7 @@ def _write(
     packed = weights.split(graph)[1]
     if request.weights == "pack":
         bar = progress.bytes("weights", weights.total_bytes(packed))
-        weights.write_weights(graph, source.read, root, bar)
+        weights.write_weights(graph, source.read, root, bar, source.read_rows)
     plan = schema.Plan(
         model=info,
         target=str(options.target),

@@ -1,8 +1,9 @@
 """The independent judge: transformers' own modules score token sequences, one module's weights in memory at a time.
 
 In go a model source and sequences of token ids; out come the logits of every position, chunk by chunk. The model is
-built on the meta device; a hook loads a module's parameters just before its forward and drops them after it. So a model
-larger than RAM can be judged, and nothing of planc's graph, passes or kernels takes part.
+built on the meta device; a hook loads a module's parameters just before its forward and drops them after it; of a stack
+of experts, one is loaded when the module takes it. So a model larger than RAM can be judged, and nothing of planc's
+graph, passes or kernels takes part.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from planc.compiler.ir.recipe import Recipe, evaluate
+from planc.compiler.ir.recipe import Recipe, evaluate, infer
+from planc.compiler.lazy import LazyTensor
 from planc.compiler.source.base import DTYPES, ModelSource, new_model, one_line
 from planc.compiler.source.bind import bind
 from planc.compiler.source.buffers import real_buffers, to_torch
@@ -62,6 +64,7 @@ class StreamedModel:
     def __init__(self, source: ModelSource, dtype: torch.dtype = torch.float32) -> None:
         name = str(dtype).removeprefix("torch.")
         self._model: Any = new_model(source.config(), trust_remote_code=source.trust_remote_code, dtype=name)
+        self._model.set_experts_implementation("eager")  # one expert at a time, so that one is in memory at a time
         self._source, self._dtype = source, dtype
         self._binding = bind(self._model, source)
         self._set_buffers(real_buffers(self._model, source, self._binding))
@@ -111,7 +114,7 @@ class StreamedModel:
                 self._drop(module)
 
     def _base(self) -> Any:
-        base = getattr(self._model, self._model.base_model_prefix, None)
+        base = getattr(self._model, self._model.base_model_prefix, None) or getattr(self._model, "model", None)
         if base is None or base is self._model:
             raise PlancError(f"{type(self._model).__name__} has no separate base model; pass --reference none.")
         return base
@@ -122,34 +125,48 @@ class StreamedModel:
             self._model.get_submodule(path)._buffers[name] = value
 
     def _hook(self) -> None:
+        """Every parameter is read where code uses it. Those of a module that runs are read at once and once: but no
+        stacks, of which its code may take one matrix after another.
+        """
         for path, module in self._model.named_modules():
-            own = [name for name, parameter in module._parameters.items() if parameter is not None]
-            if own:
-                names = {name: f"{path}.{name}" if path else name for name in own}
-                module.register_forward_pre_hook(lambda module, _, names=names: self._load(module, names))
+            lazy = {name: self._lazy(f"{path}.{name}" if path else name) for name in _own(module)}
+            if lazy:
+                module._parameters.update(lazy)
+                module.register_forward_pre_hook(lambda module, _: self._load(module))
                 module.register_forward_hook(lambda module, *_: None if self._keep else self._drop(module))
 
-    def _load(self, module: nn.Module, names: dict[str, str]) -> None:
+    def _lazy(self, fqn: str) -> LazyTensor:
+        return LazyTensor.of(self._binding.recipe(fqn), self._dtype, self._passing)
+
+    def _passing(self, recipe: Recipe) -> torch.Tensor:
+        """Values that live as long as the code that asked for them holds them."""
+        value = self._read(recipe)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + value.nbytes)
+        return value
+
+    def _load(self, module: nn.Module) -> None:
         if module in self._loaded:
             return
-        self._loaded[module] = {name: module._parameters[name] for name in names}
-        for name, fqn in names.items():
-            value = self._read(self._binding.recipe(fqn))
+        flat = {
+            name: lazy for name in _own(module) if (lazy := module._parameters[name]) is not None and lazy.dim() < 3
+        }
+        self._loaded[module] = flat
+        for name, lazy in flat.items():
+            value = self._read(lazy.recipe)
             module._parameters[name] = torch.nn.Parameter(value, requires_grad=False)
             self.live_bytes += value.nbytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _read(self, recipe: Recipe) -> torch.Tensor:
         """A tensor in the model's dtype; one stored in another is converted in pieces, never held whole in both."""
-        if recipe.op != "load":
-            return to_torch(evaluate(recipe, self._source.read, {})).to(self._dtype)
-        name = str(recipe.get("name"))
-        info = self._source.tensors[name]
-        if to_torch(np.empty(0, DTYPES[info.dtype])).dtype == self._dtype:
-            return to_torch(self._source.read(name))
-        value, at = torch.empty(info.shape, dtype=self._dtype), 0
+        made = infer(recipe)
+        plain = recipe.op == "load" and to_torch(np.empty(0, DTYPES[made.dtype])).dtype != self._dtype
+        if not plain:
+            array = evaluate(recipe, self._source.read, {}, self._source.read_rows)
+            return to_torch(np.require(array, requirements=["C", "W"])).to(self._dtype)
+        value, at = torch.empty([int(d) for d in made.shape], dtype=self._dtype), 0
         flat = value.view(-1)
-        for piece in self._source.read_pieces(name):
+        for piece in self._source.read_pieces(str(recipe.get("name"))):
             flat[at : at + piece.size] = to_torch(piece)
             at += piece.size
         return value
@@ -168,9 +185,13 @@ class StreamedModel:
             ) from e
 
     def _drop(self, module: nn.Module) -> None:
-        for name, empty in self._loaded.pop(module, {}).items():
+        for name, lazy in self._loaded.pop(module, {}).items():
             self.live_bytes -= module._parameters[name].nbytes  # type: ignore[union-attr]
-            module._parameters[name] = empty
+            module._parameters[name] = lazy
+
+
+def _own(module: nn.Module) -> list[str]:
+    return [name for name, parameter in module._parameters.items() if parameter is not None]
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """Weights of a planned graph: in go recipes and a model source, out come the plan's weight files, one tensor at a time.
 
-Memory stays at the largest tensor and what its recipe makes of it: nothing is kept between two weights.
+Memory stays at the largest tensor and what its recipe makes of it, of a stack of experts at some of them: nothing is
+kept between two weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 
@@ -11,14 +12,14 @@ import numpy as np
 
 from planc.compiler.ir.graph import Graph, Weight
 from planc.compiler.ir.packing import packed_shape
-from planc.compiler.ir.recipe import evaluate
+from planc.compiler.ir.parts import pieces
+from planc.compiler.ir.recipe import Reader, RowReader
 from planc.compiler.ir.types import PACKED, TensorType
 from planc.errors import PlancError
 from planc.plans.tensors import Writer
 
 CONSTANTS_FILE = "weights/constants.safetensors"
 WEIGHTS_FILE = "weights/rank0.safetensors"
-Read = Callable[[str], np.ndarray]
 
 
 def split(graph: Graph) -> tuple[list[Weight], list[Weight]]:
@@ -34,15 +35,19 @@ def total_bytes(weights: list[Weight]) -> int:
 
 def write_constants(graph: Graph, root: Path) -> None:
     """Writes `weights/constants.safetensors` below `root`."""
-    _write(split(graph)[0], root / CONSTANTS_FILE, _no_checkpoint, graph, lambda done: None)
+    _write(split(graph)[0], root / CONSTANTS_FILE, _no_checkpoint, None, graph, lambda done: None)
 
 
-def write_weights(graph: Graph, read: Read, root: Path, progress: Callable[[int], None]) -> None:
-    """Writes `weights/rank0.safetensors` below `root`; `progress` gets the bytes of each weight written.
+def write_weights(
+    graph: Graph, read: Reader, root: Path, progress: Callable[[int], None], rows: RowReader | None = None
+) -> None:
+    """Writes `weights/rank0.safetensors` below `root`; `progress` gets the bytes written, piece by piece.
 
+    `rows` reads a range of a tensor's first axis: with it, a stack of experts that the checkpoint holds as one tensor
+    is read and written some experts at a time.
     Raises PlancError naming the weight when a checkpoint tensor is not what the graph was compiled for.
     """
-    _write(split(graph)[1], root / WEIGHTS_FILE, read, graph, progress)
+    _write(split(graph)[1], root / WEIGHTS_FILE, read, rows, graph, progress)
 
 
 def stored_shape(t: TensorType) -> tuple[int, ...]:
@@ -56,15 +61,26 @@ def _no_checkpoint(name: str) -> np.ndarray:
     raise KeyError(name)
 
 
-def _write(weights: list[Weight], path: Path, read: Read, graph: Graph, progress: Callable[[int], None]) -> None:
+def _write(
+    weights: list[Weight],
+    path: Path,
+    read: Reader,
+    rows: RowReader | None,
+    graph: Graph,
+    progress: Callable[[int], None],
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [(w.name, w.value.type.dtype, stored_shape(w.value.type), w.value.type.nbytes()) for w in weights]
-    assert all(prod(shape) for _, _, shape, _ in rows)
-    with Writer(path, rows) as out:
+    table = [(w.name, w.value.type.dtype, stored_shape(w.value.type), w.value.type.nbytes()) for w in weights]
+    assert all(prod(shape) for _, _, shape, _ in table)
+    with Writer(path, table) as out:
         for w in weights:
             try:
-                array = evaluate(w.recipe, read, graph.constants)
+                out.write_pieces(w.name, _reported(pieces(w.recipe, read, graph.constants, rows), progress))
             except ValueError as e:
                 raise PlancError(f"weight {w.name}: {e}") from e
-            out.write(w.name, array)
-            progress(array.nbytes)
+
+
+def _reported(arrays: Iterator[np.ndarray], progress: Callable[[int], None]) -> Iterator[np.ndarray]:
+    for array in arrays:
+        yield array
+        progress(array.nbytes)

@@ -83,11 +83,18 @@ class Writer:
 
     def write(self, name: str, array: np.ndarray) -> None:
         """The bytes of the next tensor; ValueError when it is not the one that the header announced."""
+        self.write_pieces(name, [array])
+
+    def write_pieces(self, name: str, arrays: Iterable[np.ndarray]) -> None:
+        """The bytes of the next tensor, in order; ValueError when they are not those that the header announced."""
         want, nbytes = self._queue[self._next]
-        if name != want or array.nbytes != nbytes:
-            raise ValueError(f"tensor {name} of {array.nbytes} bytes, the header has {want} of {nbytes}")
+        written = 0
+        for array in arrays:
+            self._file.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
+            written += array.nbytes
+        if name != want or written != nbytes:
+            raise ValueError(f"tensor {name} of {written} bytes, the header has {want} of {nbytes}")
         self._next += 1
-        self._file.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
         self._file.write(b"\0" * (-nbytes % ALIGN))
 
     def __enter__(self) -> "Writer":

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from planc.compiler import reference
+from planc.compiler.ir.recipe import infer
 from planc.compiler.reference import StreamedModel, reference_logits
 from planc.compiler.source import ModelSource, bind, new_model, open_source
 from planc.compiler.source.buffers import real_buffers
 from planc.errors import PlancError
 from tests.models import ARCHS, tiny
+from tests.moe import MOE
 
 SEQUENCES = [[5, 9, 200, 4, 7, 8, 3, 99, 100, 1, 2, 33, 44], [17, 3, 3, 4], [250, 251, 9, 8, 7, 6, 5, 4, 3]]
 
@@ -43,6 +45,35 @@ def test_equals_from_pretrained(arch: str, tmp_path: Path) -> None:
             assert found.dtype == np.float32
             assert found.shape == expected.shape
             assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("arch", [*MOE, "llama4_text"])
+def test_experts_equal_from_pretrained(arch: str, tmp_path: Path) -> None:
+    """From checkpoints with a tensor an expert or fused ones; dbrx's parent module uses the weights of its child."""
+    fields = MOE.get(arch) or dict(num_local_experts=4, moe_layers=[1], intermediate_size_mlp=96, head_dim=16)
+    folder = tiny(arch, tmp_path, tokenizer=False, dtype="bfloat16", **fields)
+    with open_source(str(folder)) as source:
+        for found, expected in zip(streamed(source), plain(folder, torch.float32), strict=True):
+            assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("arch", ["mixtral", "deepseek_v3", "gpt_oss", "jetmoe"])
+def test_one_expert_is_loaded_at_a_time(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = {"num_local_experts": 16, "n_routed_experts": 16}
+    fields = {name: experts.get(name, value) for name, value in MOE[arch].items()}
+    with open_source(str(tiny(arch, tmp_path, tokenizer=False, vocab_size=331, **fields))) as source:
+        model = StreamedModel(source)
+        stacks = [infer(r) for r in model._binding.recipes.values() if len(infer(r).shape) == 3]
+        assert max(t.shape[0] for t in stacks) == 16
+        reads: list[int] = []
+        rows, whole = source.read_rows, source.read
+        monkeypatch.setattr(source, "read_rows", lambda *a: reads.append(rows(*a).nbytes) or rows(*a))
+        monkeypatch.setattr(source, "read", lambda name: reads.append(whole(name).nbytes) or whole(name))
+        model.hidden(torch.tensor([[1, 2, 3, 4, 5, 6, 7]]))
+        flat = max(infer(r).nbytes() for r in model._binding.recipes.values() if len(infer(r).shape) < 3)
+        assert max(reads) <= flat < max(t.nbytes() for t in stacks)
+        assert model.peak_bytes <= 2 * flat
+        assert model.live_bytes == 0
 
 
 def test_bf16_equals_from_pretrained(tmp_path: Path) -> None:

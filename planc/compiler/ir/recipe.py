@@ -13,6 +13,7 @@ from planc.compiler.ir.types import DTYPES, PACKED, Attr, TensorType, dtype_name
 # Steps that only move elements: they commute with a cast.
 MOVES = frozenset({"concat", "slice", "reshape", "transpose"})
 Reader = Callable[[str], np.ndarray]
+RowReader = Callable[[str, int, int], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,15 @@ def cast(recipe: Recipe, dtype: str) -> Recipe:
 
 
 def infer(recipe: Recipe) -> TensorType:
-    """Type of what the recipe makes; ValueError or KeyError when its steps do not fit."""
+    """Type of what the recipe makes; ValueError or KeyError when its steps do not fit. Worked out once a recipe."""
+    made: TensorType | None = recipe.__dict__.get("_type")
+    if made is None:
+        made = _infer(recipe)
+        object.__setattr__(recipe, "_type", made)
+    return made
+
+
+def _infer(recipe: Recipe) -> TensorType:
     from planc.compiler.ir.ops import OPS
 
     attrs = dict(recipe.attrs)
@@ -112,11 +121,14 @@ def infer(recipe: Recipe) -> TensorType:
     return OPS[recipe.op].infer(attrs, types)[0]
 
 
-def evaluate(recipe: Recipe, read: Reader, constants: Mapping[str, np.ndarray]) -> np.ndarray:
+def evaluate(
+    recipe: Recipe, read: Reader, constants: Mapping[str, np.ndarray], rows: RowReader | None = None
+) -> np.ndarray:
     """The array that the recipe makes, in the storage dtype of `infer(recipe)`; packed ones in their padded shape.
 
-    Reads one checkpoint tensor at a time and drops it as soon as the step above is done. ValueError names a tensor
-    whose dtype or shape is not the recipe's.
+    Reads one checkpoint tensor at a time and drops it as soon as the step above is done. `rows` reads a range of a
+    tensor's first axis, for recipes that need no more. ValueError names a tensor whose dtype or shape is not the
+    recipe's.
     """
     from planc.compiler.ir.ops import OPS
 
@@ -126,8 +138,13 @@ def evaluate(recipe: Recipe, read: Reader, constants: Mapping[str, np.ndarray]) 
     if recipe.op == "const":
         return _checked(constants[str(attrs["digest"])], f"constant {attrs['digest']}", attrs)
     if recipe.op == "concat":
-        return _joined(recipe, read, constants)
-    args = [evaluate(r, read, constants) for r in recipe.inputs]
+        whole = infer(recipe)
+        out = np.empty(_concrete(whole), DTYPES[whole.dtype])
+        _fill(out, recipe, lambda r: evaluate(r, read, constants, rows))
+        return out
+    if rows is not None and recipe.op == "slice" and recipe.inputs[0].op == "load" and attrs["axis"] == 0:
+        return _row_range(recipe, rows)
+    args = [evaluate(r, read, constants, rows) for r in recipe.inputs]
     if recipe.op == "pack":
         return pack(args.pop(), str(attrs["layout"]))
     if recipe.op == "quantize":
@@ -136,18 +153,31 @@ def evaluate(recipe: Recipe, read: Reader, constants: Mapping[str, np.ndarray]) 
     return OPS[recipe.op].ref(attrs, args, types)[0]
 
 
-def _joined(recipe: Recipe, read: Reader, constants: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The parts of a concat, each dropped once it is in place, so that they are never all held beside the whole."""
-    whole = infer(recipe)
-    out = np.empty(_concrete(whole), DTYPES[whole.dtype])
-    axis, at = int(recipe.get("axis")), 0  # type: ignore[arg-type]
-    for r in recipe.inputs:
-        part = evaluate(r, read, constants)
-        index = [slice(None)] * out.ndim
-        index[axis] = slice(at, at + part.shape[axis])
-        out[tuple(index)] = part
-        at += part.shape[axis]
-    return out
+def _fill(out: np.ndarray, recipe: Recipe, made: Callable[[Recipe], np.ndarray]) -> None:
+    """Writes what the recipe makes to `out`. The parts of a concat go to their places one by one, however deep it lies
+    below other moves, so that they are never all held beside the whole.
+    """
+    if recipe.op == "concat":
+        axis, at = int(recipe.get("axis")), 0  # type: ignore[arg-type]
+        for r in recipe.inputs:
+            size = _concrete(infer(r))[axis]
+            _fill(out[(slice(None),) * axis + (slice(at, at + size),)], r, made)
+            at += size
+    elif recipe.op == "transpose":
+        _fill(out.transpose(np.argsort(_ints(recipe.get("perm")))), recipe.inputs[0], made)
+    elif recipe.op == "reshape" and np.may_share_memory(seen := out.reshape(_concrete(infer(recipe.inputs[0]))), out):
+        _fill(seen, recipe.inputs[0], made)
+    elif recipe.op == "cast":
+        out[...] = made(recipe.inputs[0])
+    else:
+        out[...] = made(recipe)
+
+
+def _row_range(recipe: Recipe, rows: RowReader) -> np.ndarray:
+    source = dict(recipe.inputs[0].attrs)
+    start, stop = int(recipe.get("start")), int(recipe.get("stop"))  # type: ignore[arg-type]
+    shape = (stop - start, *_ints(source["shape"])[1:])
+    return _checked(rows(str(source["name"]), start, stop), str(source["name"]), source | {"shape": shape})
 
 
 def _concrete(t: TensorType) -> tuple[int, ...]:

@@ -29,6 +29,8 @@ class TensorFile(Protocol):
 
     def read_pieces(self, name: str, count: int) -> Iterator[np.ndarray[Any, Any]]: ...
 
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]: ...
+
     def close(self) -> None: ...
 
 
@@ -65,6 +67,9 @@ class FolderSource(ModelSource):
 
     def read_pieces(self, name: str, count: int = PIECE) -> Iterator[np.ndarray[Any, Any]]:
         return self._file_of(name).read_pieces(name, count)
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
+        return self._file_of(name).read_rows(name, start, stop)
 
     def _file_of(self, name: str) -> TensorFile:
         if name not in self._owner:
