@@ -69,7 +69,7 @@ def _fold_positions(graph: Graph, options: Options) -> tuple[Graph, int]:
         weights.append(weight)
         constants |= entry
         replaced[n] = _with_reshape(n, _lookup(n, weight))
-    return graph.rewrite(dict(replaced), add_weights=weights, add_constants=constants), len(frontier)
+    return graph.rewrite(dict(replaced), add_weights=weights, add_constants=constants).retyped(), len(frontier)
 
 
 def _known_by_position(graph: Graph) -> dict[Node, None]:

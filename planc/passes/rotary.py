@@ -13,12 +13,12 @@ from planc.compiler.ir.graph import Graph, Node, Value, Weight
 from planc.compiler.ir.interp import Env, execute
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.recipe import evaluate
-from planc.compiler.ir.types import TensorType
+from planc.compiler.ir.types import Attr, TensorType
 from planc.passes.options import Options
 from planc.passes.util import const_weight, is_constant, order
 
-_LINEAR = {"mul", "add", "sub", "neg", "concat", "slice", "reshape", "transpose", "copy"}
-_MOVES = {"concat", "slice", "reshape", "transpose", "neg", "copy"}
+_LINEAR = {"mul", "add", "sub", "neg", "concat", "slice", "reshape", "transpose", "copy", "expand"}
+_MOVES = {"concat", "slice", "reshape", "transpose", "neg", "copy", "expand"}
 _CHUNK = 1 << 21  # elements of one probe: bounds its memory
 
 
@@ -31,46 +31,91 @@ class Region:
     nodes: tuple[Node, ...]
 
 
+@dataclass(frozen=True)
+class Rotation:
+    """What a region was found to be: tables f32[length, R/2], the pairs it reads, and whether it deals them out apart
+    (it reads neighbours and writes halves)."""
+
+    cos: np.ndarray
+    sin: np.ndarray
+    interleaved: bool
+    apart: bool
+
+
 def rotary(graph: Graph, options: Options) -> tuple[Graph, int]:
-    """Replaces each rotation by one op; counts them."""
-    replaced: dict[Node, list[Node]] = {}
-    weights: list[Weight] = []
-    constants: dict[str, np.ndarray] = {}
-    cache: dict[object, tuple[np.ndarray, np.ndarray, bool] | None] = {}
-    tables = _tables(graph)
-    turning = {n.out.name for n in _rotating(graph)[0]}
-    for end in ends(graph):
-        region = _region(end, graph, turning)
-        if region is None:
-            continue
-        key = _spelling(region, graph)
-        if key not in cache:
-            cache[key] = _probe(region, graph, tables, options.max_model_len)
-        found = cache[key]
-        if found is None:
-            continue
-        cos, cos_entry = const_weight(found[0], "cos")
-        sin, sin_entry = const_weight(found[1], "sin")
-        weights += [cos, sin]
-        constants |= cos_entry | sin_entry
-        replaced[end] = _rotated(region, cos.name, sin.name, found[2], graph)
-    return graph.rewrite(dict(replaced), add_weights=weights, add_constants=constants), len(replaced)
+    """Replaces each rotation by one op; counts the ends at which one was found."""
+    finder = _Finder(graph, options)
+    count = sum(finder.match(end) for end in ends(graph))
+    return graph.rewrite(finder.replaced, add_weights=finder.weights, add_constants=finder.constants).retyped(), count
 
 
-def _rotated(region: Region, cos: str, sin: str, interleaved: bool, graph: Graph) -> list[Node]:
+class _Finder:
+    """Probes regions, equal ones once, and collects what takes their place."""
+
+    def __init__(self, graph: Graph, options: Options) -> None:
+        self.replaced: dict[Node, list[Node]] = {}
+        self.weights: list[Weight] = []
+        self.constants: dict[str, np.ndarray] = {}
+        self._graph, self._options = graph, options
+        self._tables = _tables(graph)
+        self._rotating, self._by_position = _rotating(graph)
+        self._turning = {n.out.name for n in self._rotating}
+        self._known: dict[object, Rotation | None] = {}
+
+    def match(self, end: Node) -> bool:
+        """Whether a rotation ends here, or in a part of what is only put together here."""
+        if end in self.replaced:
+            return True
+        region = _region(end, self._graph, self._turning)
+        found = self._probed(region) if region else None
+        if region and found:
+            self._replace(region, found)
+            return True
+        makers = [self._graph.producers.get(i) for i in end.inputs] if end.op in _MOVES else []
+        parts = [n for n in makers if n and n in self._rotating and n not in self._by_position]
+        return any([self.match(n) for n in parts])
+
+    def _probed(self, region: Region) -> Rotation | None:
+        key = _spelling(region, self._graph)
+        if key not in self._known:
+            self._known[key] = _probe(region, self._graph, self._tables, self._options.max_model_len)
+        return self._known[key]
+
+    def _replace(self, region: Region, found: Rotation) -> None:
+        cos, cos_entry = const_weight(found.cos, "cos")
+        sin, sin_entry = const_weight(found.sin, "sin")
+        self.weights += [cos, sin]
+        self.constants |= cos_entry | sin_entry
+        self.replaced[region.end] = _rotated(region, cos, sin, found, self._graph)
+
+
+def _rotated(region: Region, cos: Weight, sin: Weight, found: Rotation, graph: Graph) -> list[Node]:
     """The op over [T, heads, D], with a reshape on either side that has no axis of heads."""
     end, source = region.end, graph.types[region.source]
     heads, dim = _heads(source)
-    before, after, x, y = [], [], region.source, end.out
+    nodes: list[Node] = []
+
+    def then(op: str, name: str, *inputs: str, **attrs: Attr) -> str:
+        types = [made.get(i) or graph.types[i] for i in inputs]
+        out = Value(name, OPS[op].infer(attrs, types)[0])
+        made[name] = out.type
+        nodes.append(Node(op, inputs, (out,), tuple(attrs.items()), end.loc))
+        return name
+
+    made: dict[str, TensorType] = {w.name: w.value.type for w in (cos, sin)}
+    x, name = region.source, end.out.name
     if len(source.shape) == 2:
-        attrs = {"shape": (-1, heads, dim)}
-        wide = Value(f"{end.out.name}.heads", OPS["reshape"].infer(attrs, [source])[0])
-        before, x = [Node("reshape", (x,), (wide,), tuple(attrs.items()), end.loc)], wide.name
-    if len(end.out.type.shape) == 2:
-        y = Value(f"{end.out.name}.rotary", TensorType("f32", (end.out.type.shape[0], heads, dim)))
-        after = [Node("reshape", (y.name,), end.outputs, (("shape", (-1, dim)),), end.loc)]
-    turned = Node("rotary", (x, cos, sin, "positions"), (y,), (("interleaved", interleaved),), end.loc)
-    return [*before, turned, *after]
+        x = then("reshape", f"{name}.heads", x, shape=(-1, heads, dim))
+    last = not found.apart and len(end.out.type.shape) == 3
+    x = then(
+        "rotary", name if last else f"{name}.rotary", x, cos.name, sin.name, "positions", interleaved=found.interleaved
+    )
+    if found.apart:
+        x = then("reshape", f"{name}.pairs", x, shape=(-1, heads, dim // 2, 2))
+        x = then("transpose", f"{name}.apart", x, perm=(0, 1, 3, 2))
+    if not last:
+        then("reshape", name, x, shape=(-1, *(int(d) for d in end.out.type.shape[1:])))
+    return nodes
 
 
 def _heads(t: TensorType) -> tuple[int, int]:
@@ -194,21 +239,35 @@ def _apply(region: Region, graph: Graph, tables: Env, x: np.ndarray, positions: 
     return env[region.end.out.name].reshape(x.shape)
 
 
-def _probe(region: Region, graph: Graph, tables: Env, length: int) -> tuple[np.ndarray, np.ndarray, bool] | None:
-    """cos and sin float32 [length, R/2] and whether pairs are interleaved, or None when the region is no rotation."""
+def _probe(region: Region, graph: Graph, tables: Env, length: int) -> Rotation | None:
+    """The rotation that the region computes, or None when it is none."""
     heads, dim = _heads(graph.types[region.source])
     rng = np.random.default_rng(0)
     some = np.unique(np.concatenate([[0, 1, length - 1], rng.integers(0, length, 13)])).astype(np.int32)
     some = some[some < length]
     maps = np.stack([_map_at(region, graph, tables, int(p), heads, dim) for p in some])
-    pairs = _pairs(np.abs(maps).max(axis=0) > 1e-7, dim)
+    support = np.abs(maps).max(axis=0) > 1e-7
+    apart = _deals_apart(support, dim)
+    pairs = _pairs(support[_apart(dim)] if apart else support, dim)
     if pairs is None or not _is_linear(region, graph, tables, maps, some, heads):
         return None
     half, interleaved = pairs
-    cos, sin = _read_tables(region, graph, tables, length, heads, dim, half, interleaved)
-    if not _agrees(region, graph, tables, (cos, sin, interleaved), heads, dim, length):
-        return None
-    return cos, sin, interleaved
+    cos, sin = _read_tables(region, graph, tables, length, heads, dim, half, interleaved, apart)
+    found = Rotation(cos, sin, interleaved, apart)
+    return found if _agrees(region, graph, tables, found, heads, dim, length) else None
+
+
+def _apart(dim: int) -> np.ndarray:
+    """Where, among halves, the elements of interleaved pairs went: 0, D/2, 1, D/2 + 1, ..."""
+    return np.arange(dim).reshape(2, -1).T.reshape(-1)
+
+
+def _deals_apart(support: np.ndarray, dim: int) -> bool:
+    """Whether the whole head is read by neighbours and written by halves."""
+    if dim % 2 or support.diagonal().all():
+        return False
+    neighbours = np.kron(np.eye(dim // 2, dtype=bool), np.ones((2, 2), bool))
+    return not (support[_apart(dim)] & ~neighbours).any()
 
 
 def _map_at(region: Region, graph: Graph, tables: Env, position: int, heads: int, dim: int) -> np.ndarray:
@@ -241,7 +300,15 @@ def _is_linear(region: Region, graph: Graph, tables: Env, maps: np.ndarray, posi
 
 
 def _read_tables(
-    region: Region, graph: Graph, tables: Env, length: int, heads: int, dim: int, half: int, interleaved: bool
+    region: Region,
+    graph: Graph,
+    tables: Env,
+    length: int,
+    heads: int,
+    dim: int,
+    half: int,
+    interleaved: bool,
+    apart: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin at every position: the images of the first members of the pairs."""
     first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
@@ -253,24 +320,18 @@ def _read_tables(
         x = np.zeros((len(positions), heads, dim), np.float32)
         x[..., first] = 1
         y = _apply(region, graph, tables, x, positions)[:, 0]
+        y = y[:, _apart(dim)] if apart else y
         cos[positions], sin[positions] = y[:, first], y[:, second]
     return cos, sin
 
 
-def _agrees(
-    region: Region,
-    graph: Graph,
-    tables: Env,
-    found: tuple[np.ndarray, np.ndarray, bool],
-    heads: int,
-    dim: int,
-    length: int,
-) -> bool:
+def _agrees(region: Region, graph: Graph, tables: Env, found: Rotation, heads: int, dim: int, length: int) -> bool:
     """The op with these tables gives what the region gives, at random positions and on random heads."""
     from planc.compiler.ir.refs import rotary as reference
 
     rng = np.random.default_rng(2)
     positions = rng.integers(0, length, 32).astype(np.int32)
     x = rng.standard_normal((32, heads, dim)).astype(np.float32)
-    (y,) = reference({"interleaved": found[2]}, (x, found[0], found[1], positions), ())
-    return bool(np.allclose(y, _apply(region, graph, tables, x, positions), rtol=1e-5, atol=1e-5))
+    (y,) = reference({"interleaved": found.interleaved}, (x, found.cos, found.sin, positions), ())
+    want = _apply(region, graph, tables, x, positions)
+    return bool(np.allclose(y, want[..., _apart(dim)] if found.apart else want, rtol=1e-5, atol=1e-5))

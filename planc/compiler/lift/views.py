@@ -16,7 +16,7 @@ Rule = Callable[[Call], Form]
 
 def view(call: Call) -> Form:
     """view, reshape, flatten, unflatten: the result's shape says it all."""
-    call.implied("size", "shape", "start_dim", "end_dim", "dim", "sizes")
+    call.implied("size", "shape", "start_dim", "end_dim", "dim", "sizes", "other")
     return regroup(call, call.form("self"), call.dims)
 
 
