@@ -74,8 +74,11 @@ def _from_gguf(source: GGUFSource) -> PreTrainedTokenizerFast:
     try:
         architecture, vocabulary, settings = get_gguf_tokenizer(str(source.path))
         backend, _ = convert_gguf_tokenizer(architecture, vocabulary)
-    except (ValueError, KeyError, IndexError, TypeError) as e:
-        raise PlancError(f"{source.path} has no tokenizer that transformers can build: {one_line(e)}") from None
+    except Exception as e:  # noqa: BLE001 - tokenizers raises bare Exception for merges that do not fit the vocabulary
+        raise PlancError(
+            f"{source.path} has no tokenizer that transformers can build: {one_line(e)} Fetch the file again, or use "
+            "the model's Hugging Face folder."
+        ) from None
     _repair_split(source, backend, vocabulary)
     return PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
 

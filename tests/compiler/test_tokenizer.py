@@ -147,6 +147,17 @@ def test_gguf_digits_are_isolated(tmp_path: Path) -> None:
     assert load(tmp_path / "out/tokenizer_config.json")["add_bos_token"] is True
 
 
+def test_gguf_with_a_flipped_bit_in_its_merges(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(tiny("llama", tmp_path), path)
+    sound = path.read_bytes()
+    at = sound.index(b"tokenizer.ggml.merges") + sound[sound.index(b"tokenizer.ggml.merges") :].index(b"h e")
+    path.write_bytes(sound[:at] + b"x" + sound[at + 1 :])
+    with pytest.raises(PlancError, match=r"model.gguf has no tokenizer .*out of vocabulary. Fetch") as caught:
+        saved(str(path), tmp_path / "out")
+    assert "\n" not in str(caught.value)
+
+
 def test_gguf_unknown_pre_tokenizer(tmp_path: Path) -> None:
     write(tiny("llama", tmp_path), tmp_path / "model.gguf", pre="never-heard-of")
     with pytest.raises(PlancError, match="never-heard-of"):
