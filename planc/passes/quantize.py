@@ -11,19 +11,20 @@ from planc.compiler.ir.recipe import Recipe, infer, step
 from planc.compiler.ir.types import TensorType
 from planc.passes.options import Options
 
+_WEIGHT = {"embedding": 0, "linear": 1, "expert_linear": 2}  # op -> which input is the weight
 _MOVES = ("concat", "slice", "reshape", "transpose")
 
 
 def quantize(graph: Graph, options: Options) -> tuple[Graph, int]:
-    """Gives every linear and embedding weight its storage; counts the nodes that read one."""
+    """Gives every weight of a product or an embedding its storage; counts the nodes that read one."""
     nodes = weighted(graph)
-    heads = {n.inputs[1] for n in nodes if n.op == "linear"}
+    products = {n.inputs[_WEIGHT[n.op]] for n in nodes if n.op != "embedding"}
     replaced: dict[Node, Node] = {}
     weights: dict[str, Weight] = {}
     for n in nodes:
-        at = 1 if n.op == "linear" else 0
+        at = _WEIGHT[n.op]
         name = n.inputs[at]
-        scheme = options.dtype if name in heads or options.dtype not in SCHEMES else "bf16"
+        scheme = options.dtype if name in products or options.dtype not in SCHEMES else "bf16"
         parts = _stored(graph.weight_by_name[name], scheme)
         weights |= {w.name: w for w in parts}
         replaced[n] = _reader(n, at, parts, scheme)
@@ -31,10 +32,10 @@ def quantize(graph: Graph, options: Options) -> tuple[Graph, int]:
 
 
 def weighted(graph: Graph) -> list[Node]:
-    """Linear layers and embeddings whose weight comes from the checkpoint: each must get its storage."""
+    """Linear layers, experts and embeddings whose weight comes from the checkpoint: each must get its storage."""
     out = []
     for n in graph.nodes:
-        at = {"linear": 1, "embedding": 0}.get(n.op)
+        at = _WEIGHT.get(n.op)
         weight = graph.weight_by_name.get(n.inputs[at]) if at is not None else None
         if weight and weight.recipe.loads:
             out.append(n)

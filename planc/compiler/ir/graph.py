@@ -149,18 +149,35 @@ class Graph:
         return replace(self, nodes=tuple(reversed(kept)), weights=weights)
 
     def retyped(self) -> "Graph":
-        """A copy whose node outputs have the types that inference gives now, for when a rewrite changed a layout."""
-        from planc.compiler.ir.ops import OPS
+        """A copy whose node outputs have the types that inference gives now, for when a rewrite changed a layout.
 
+        A view that its input's new layout does not allow reads a dense copy.
+        """
         types = {v.name: v.type for v in self.inputs} | {w.name: w.value.type for w in self.weights}
-        nodes = []
+        nodes: list[Node] = []
         for n in self.nodes:
-            made = OPS[n.op].infer(dict(n.attrs), [types[i] for i in n.inputs])
-            outputs = tuple(replace(v, type=t) for v, t in zip(n.outputs, made, strict=True))
-            types |= {v.name: v.type for v in outputs}
-            nodes.append(replace(n, outputs=outputs))
+            made = _typed(n, types)
+            types |= {v.name: v.type for m in made for v in m.outputs}
+            nodes += made
         return replace(self, nodes=tuple(nodes))
 
     def map_nodes(self, fn: Callable[[Node], Node]) -> "Graph":
         """A copy with every node passed through `fn`."""
         return replace(self, nodes=tuple(fn(n) for n in self.nodes))
+
+
+def _typed(n: Node, types: Mapping[str, TensorType]) -> list[Node]:
+    """The node with its outputs' types inferred, after a copy of its input where that must be dense."""
+    from planc.compiler.ir.ops import OPS
+
+    op, attrs = OPS[n.op], dict(n.attrs)
+    try:
+        made = op.infer(attrs, [types[i] for i in n.inputs])
+        return [replace(n, outputs=tuple(replace(v, type=t) for v, t in zip(n.outputs, made, strict=True)))]
+    except ValueError:
+        source = types[n.inputs[0]] if n.inputs else None
+        if not op.view or source is None or not source.layout.startswith("strides:"):
+            raise
+    dense = Value(f"{n.inputs[0]}.dense.{n.out.name}", TensorType(source.dtype, source.shape))
+    copied = replace(n, inputs=(dense.name, *n.inputs[1:]))
+    return [Node("copy", n.inputs[:1], (dense,), (), n.loc), *_typed(copied, {**types, dense.name: dense.type})]

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from math import isinf
 
 from planc.compiler.ir.graph import Graph, Node, Value, Weight
 from planc.compiler.ir.recipe import Recipe
@@ -26,7 +27,12 @@ def _value(v: Value) -> str:
 
 
 def _attrs(attrs: tuple[tuple[str, Attr], ...]) -> list[str]:
-    return [f"{k}={v!r}" for k, v in attrs]
+    return [f"{k}={_attr(v)}" for k, v in attrs]
+
+
+def _attr(value: Attr) -> str:
+    """As Python writes it, but for infinities, which have no literal: a number too large is read as one."""
+    return repr(value).replace("inf", "1e999") if isinstance(value, float) and isinf(value) else repr(value)
 
 
 def _node(n: Node) -> str:
