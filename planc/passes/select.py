@@ -17,6 +17,7 @@ from planc.passes.options import Options
 def select(graph: Graph, options: Options) -> tuple[Graph, int]:
     """Settles layouts; counts the nodes that have a kernel."""
     graph = _pack(_copy_views(graph, options), options)
+    _check_views(graph)
     kernels = [n for n in graph.nodes if not OPS[n.op].view]
     for n in kernels:
         choose(n, _types(n, graph), options.target)
@@ -29,6 +30,17 @@ def _types(n: Node, graph: Graph) -> list[TensorType]:
 
 def _is_strided(t: TensorType) -> bool:
     return t.layout.startswith("strides:")
+
+
+def _check_views(graph: Graph) -> None:
+    """A part of a value without tokens is typed as dense, as a weight's is: it must lie in one piece to be a view."""
+    for n in graph.nodes:
+        shape = graph.types[n.inputs[0]].shape if n.op == "slice" else ()
+        if shape and isinstance(shape[0], int) and any(d != 1 for d in shape[: int(n.attr("axis"))]):  # type: ignore[arg-type]
+            raise PlancError(
+                f"select: slice at {n.loc or 'top level'}: %{n.inputs[0]} {graph.types[n.inputs[0]]} has no tokens, "
+                "and a part of each of its rows is no view; no kernel copies it yet."
+            )
 
 
 def _copy_views(graph: Graph, options: Options) -> Graph:
