@@ -71,6 +71,11 @@ def test_long_names_end_in_a_digest() -> None:
     assert one != two
 
 
+def test_codes_of_chains_that_differ_in_signs_differ_in_name() -> None:
+    codes = ("mul(i0,1e+16);neg(t0)", "mul(i0,1e-16);neg(t0)")
+    assert len({case("fused", f32("T", 4), code=code).kernel(V3).name for code in codes}) == 2
+
+
 def test_layouts_that_inputs_must_have() -> None:
     c = case("linear", f32("T", 32), tensor("bf16", 64, 32))
     assert layouts(c.node, c.types, V3) == ("any", "n64k2")
