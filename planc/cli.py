@@ -126,6 +126,22 @@ def build(**flags: Any) -> None:
 
 
 @main.command()
+@click.option("--arch", multiple=True, help="A causal-LM type of transformers; may be repeated. [default: all]")
+@click.option("--jobs", type=int, help="Types at a time. [default: the CPUs that this process may use]")
+@click.option("--shard", metavar="I/N", help="Check the I-th of N parts of the list, counted from 1.")
+@click.option("--limit", type=float, default=300.0, show_default=True, help="Seconds that one type may take.")
+@click.option("--json", "as_json", is_flag=True)
+@click.option("--markdown", type=click.Path(path_type=Path), help="Write the table there, as docs/coverage.md is.")
+@_build_extra
+def coverage(**flags: Any) -> None:
+    """Compile a small model of every type that transformers knows and compare; exit 1 when one is wrong."""
+    from planc.compiler.coverage.command import CoverageRequest
+    from planc.compiler.coverage.command import coverage as all_right
+
+    sys.exit(0 if all_right(CoverageRequest(**flags)) else 1)
+
+
+@main.command()
 @click.argument("plan", type=PLAN)
 @click.option("--graph", is_flag=True, help="Print the graph, equal layers folded.")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PretrainedConfig, PreTrainedTokenizerFast
+    from transformers import PretrainedConfig
 
 VOCAB = 330
 WINDOW = 5  # sliding windows are shorter than any useful prompt
-SPECIAL = ("<pad>", "<bos>", "<eos>")
 ARCHS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox")
 
 _COMMON: dict[str, Any] = dict(
@@ -89,6 +88,8 @@ def tiny(
     model = random_model(config_of(arch, **overrides), seed)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)  # type: ignore[attr-defined]
     if tokenizer:
+        from planc.compiler.coverage.tokenizer import small_tokenizer
+
         small_tokenizer(chat_template=chat_template).save_pretrained(folder)
     return folder
 
@@ -125,51 +126,3 @@ def _spread(name: str, parameter: Any, noise: Any) -> Any:
     if "embed" in name or "wte" in name or "wpe" in name:
         return 0.5 * noise
     return noise * parameter.shape[-1] ** -0.5
-
-
-def small_tokenizer(*, chat_template: bool = True) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer: 3 special tokens, 256 bytes and a few English merges; round trips any text; adds
-    <bos>.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    vocab, merges = _vocabulary()
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(SPECIAL))
-    backend.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", 1)]
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", model_max_length=256
-    )
-    if chat_template:
-        tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
-
-
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "[{{ message['role'] }}] {{ message['content'] }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant] {% endif %}"
-)
-
-
-def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    from tokenizers import pre_tokenizers
-
-    merges = [
-        ("Ġ", "t"),
-        ("h", "e"),
-        ("i", "n"),
-        ("r", "e"),
-        ("Ġt", "he"),
-        ("Ġ", "a"),
-        ("o", "n"),
-        ("e", "r"),
-        ("in", "g"),
-    ]
-    pieces = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)]
-    return {piece: index for index, piece in enumerate(pieces)}, merges

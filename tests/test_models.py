@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from tests.models import ARCHS, VOCAB, small_tokenizer, tiny
+from planc.compiler.coverage.tokenizer import small_tokenizer
+from tests.models import ARCHS, VOCAB, tiny
 
 
 @pytest.mark.parametrize("arch", ARCHS)
