@@ -130,6 +130,8 @@ def _compile(
     from planc.compiler.source.bind import Binding, bind
     from planc.compiler.trace import trace
 
+    if source.parent_type is not None:
+        progress.say(f"compiling the language model ({config.model_type}) of a {source.parent_type} model")
     with progress.stage("trace"):
         bindings: list[Binding] = []  # bound before the trace: a tie that the checkpoint breaks must not be traced
         traced = trace(

@@ -67,6 +67,7 @@ class ModelSource(ABC):
     path: Path
     tensors: dict[str, TensorInfo]
     trust_remote_code: bool = False
+    parent_type: str | None = None  # the multimodal model's type when config() is that of its language model
 
     @abstractmethod
     def config(self) -> PretrainedConfig:

@@ -40,6 +40,7 @@ _NORMS = {
         "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
     },
 }
+_MERGES = [pair.split() for pair in ("Ġ t", "h e", "i n", "r e", "Ġt he", "Ġ a", "o n", "e r", "in g")]
 PLAIN = gguf.GGMLQuantizationType.F32
 
 
@@ -132,15 +133,15 @@ def _metadata(writer: Any, arch: str, config: dict[str, Any]) -> None:
 
 
 def _vocabulary(writer: Any, size: int, pre: str) -> None:
-    from tests.models import _vocabulary
+    from tokenizers.pre_tokenizers import ByteLevel
 
-    vocab, merges = _vocabulary()
-    tokens = [*vocab, *(f"<unused{i}>" for i in range(size - len(vocab)))]
+    pieces = ["<pad>", "<bos>", "<eos>", *sorted(ByteLevel.alphabet()), *(left + right for left, right in _MERGES)]
+    tokens = [*pieces, *(f"<unused{i}>" for i in range(size - len(pieces)))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token.startswith("<") and len(token) > 1 else 1 for token in tokens])
-    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_token_merges([" ".join(pair) for pair in _MERGES])
     writer.add_pad_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
