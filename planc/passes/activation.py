@@ -13,7 +13,7 @@ from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.refs import ACTS, BINARY, UNARY
 from planc.compiler.ir.types import Attr
 from planc.passes.options import Options
-from planc.passes.util import order, readers
+from planc.passes.util import readers
 
 # Activations with an op of their own: ACTS name -> op and attributes. relu2 is spelt by two ops and needs none.
 _AS_OP: dict[str, tuple[str, tuple[tuple[str, Attr], ...]]] = {
@@ -55,7 +55,7 @@ def _match(n: Node, graph: Graph) -> tuple[str, str, set[str]] | None:
 
 def _regions(n: Node, graph: Graph) -> Iterator[tuple[str, list[Node]]]:
     """Every value that all of `n` is computed from, elementwise, with the nodes between; nearest first."""
-    index = order(graph)
+    index = graph.order
     frontier = {n.out.name}
     region: list[Node] = []
     while True:

@@ -10,7 +10,7 @@ from planc.compiler.ir.fused import Arg, Statement, render
 from planc.compiler.ir.graph import Graph, Node
 from planc.compiler.ir.refs import BINARY, COMPARE, UNARY
 from planc.passes.options import Options
-from planc.passes.util import order, readers
+from planc.passes.util import readers
 
 _POINTWISE = {*UNARY, *BINARY, *COMPARE, "where", "gelu"}
 _MAX_STATEMENTS = 24
@@ -19,13 +19,12 @@ _MAX_INPUTS = 8
 
 def fuse_pointwise(graph: Graph, options: Options) -> tuple[Graph, int]:
     """Fuses each chain of two nodes or more; counts the chains."""
-    index = order(graph)
     taken: set[str] = set()
     replaced: dict[Node, Node | None] = {}
     for end in reversed(graph.nodes):
         if not _is_pointwise(end, graph) or end.out.name in taken:
             continue
-        chain = _chain(end, graph, index)
+        chain = _chain(end, graph)
         taken |= {n.out.name for n in chain}
         if len(chain) > 1:
             replaced |= dict.fromkeys(chain[:-1]) | {end: _fused(chain, graph)}
@@ -37,9 +36,9 @@ def _is_pointwise(n: Node, graph: Graph) -> bool:
     return n.op in _POINTWISE and all(graph.types[name].dtype == "f32" for name in (*n.inputs, n.out.name))
 
 
-def _chain(end: Node, graph: Graph, index: dict[str, int]) -> list[Node]:
+def _chain(end: Node, graph: Graph) -> list[Node]:
     """Nodes that only `end` needs, in order, `end` last."""
-    chain = {end.out.name: end}
+    index, chain = graph.order, {end.out.name: end}
     refused: set[str] = set()
     while len(chain) < _MAX_STATEMENTS:
         open_ = [i for i in _inputs(chain.values()) if i not in refused and _may_join(i, chain, graph)]

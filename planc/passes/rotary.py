@@ -15,7 +15,7 @@ from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.recipe import evaluate
 from planc.compiler.ir.types import Attr, TensorType
 from planc.passes.options import Options
-from planc.passes.util import const_weight, is_constant, order
+from planc.passes.util import const_weight, is_constant
 
 _LINEAR = {"mul", "add", "sub", "neg", "concat", "slice", "reshape", "transpose", "copy", "expand"}
 _MOVES = {"concat", "slice", "reshape", "transpose", "neg", "copy", "expand"}
@@ -165,7 +165,7 @@ def _stays_linear(n: Node, made: list[Node | None], by_position: dict[Node, None
 
 def _region(end: Node, graph: Graph, turning: set[str]) -> Region | None:
     """The region that ends in `end`, from the nearest single value that all of it is made from and no table touched."""
-    index = order(graph)
+    index = graph.order
     frontier = {end.out.name}
     nodes: list[Node] = []
     while frontier:
@@ -219,24 +219,22 @@ def _no_read(name: str) -> np.ndarray:
 def _apply(region: Region, graph: Graph, tables: Env, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """The region's output [n, heads, D] for x[n, heads, D] at positions[n]."""
     env: Env = {region.source: x.reshape(len(x), *graph.types[region.source].shape[1:]), "positions": positions}
-
-    def ensure(name: str) -> None:
-        if name in env:
-            return
-        if name in graph.weight_by_name:
-            env[name] = (
-                tables[name]
-                if name in tables
-                else evaluate(graph.weight_by_name[name].recipe, _no_read, graph.constants)
-            )
-            return
-        n = graph.producers[name]
-        for i in n.inputs:
-            ensure(i)
-        execute(n, env, graph)
-
-    ensure(region.end.out.name)
+    _ensure(region.end.out.name, env, graph, tables)
     return env[region.end.out.name].reshape(x.shape)
+
+
+def _ensure(name: str, env: Env, graph: Graph, tables: Env) -> None:
+    """Adds the value to `env`, and those that it needs. No closure: a cycle would keep every array until collected."""
+    if name in env:
+        return
+    weight = graph.weight_by_name.get(name)
+    if weight is not None:
+        env[name] = tables[name] if name in tables else evaluate(weight.recipe, _no_read, graph.constants)
+        return
+    node = graph.producers[name]
+    for i in node.inputs:
+        _ensure(i, env, graph, tables)
+    execute(node, env, graph)
 
 
 def _probe(region: Region, graph: Graph, tables: Env, length: int) -> Rotation | None:

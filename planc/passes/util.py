@@ -6,14 +6,6 @@ from planc.compiler.ir.graph import Graph, Value, Weight
 from planc.compiler.ir.recipe import constant, infer
 
 
-def order(graph: Graph) -> dict[str, int]:
-    """Position of each value: the index of the node that makes it, -1 for inputs and weights."""
-    table = dict.fromkeys(graph.types, -1)
-    for i, n in enumerate(graph.nodes):
-        table |= {v.name: i for v in n.outputs}
-    return table
-
-
 def is_constant(weight: Weight) -> bool:
     """True when the weight comes from the compiler alone, not from the checkpoint."""
     return not weight.recipe.loads

@@ -92,6 +92,14 @@ class Graph:
         return {v.name: n for n in self.nodes for v in n.outputs}
 
     @cached_property
+    def order(self) -> Mapping[str, int]:
+        """Position of each value: the index of the node that makes it, -1 for inputs and weights."""
+        table = dict.fromkeys(self.types, -1)
+        for i, n in enumerate(self.nodes):
+            table |= {v.name: i for v in n.outputs}
+        return table
+
+    @cached_property
     def users(self) -> Mapping[str, tuple[Node, ...]]:
         """The nodes that read each value, in order, once each."""
         table: dict[str, list[Node]] = {name: [] for name in self.types}
