@@ -14,10 +14,12 @@ from planc.codegen.target import Target
 from planc.compiler import accuracy, weights
 from planc.compiler.ir.graph import Graph
 from planc.compiler.ir.text import to_text
+from planc.compiler.ir.types import Attr
 from planc.compiler.progress import Progress
 from planc.compiler.reference import reference_logits
 from planc.compiler.residency import bounded
 from planc.compiler.source import ModelSource, open_source
+from planc.compiler.source.base import most_positions
 from planc.compiler.tokenizer import save_tokenizer
 from planc.errors import PlancError, UsageError
 from planc.passes.memory import arena_bytes
@@ -110,15 +112,15 @@ def _options(request: BuildRequest, config: "PretrainedConfig", target: Target) 
 
 
 def _max_model_len(asked: int | None, config: "PretrainedConfig") -> int:
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limit = most_positions(config)
     if asked is not None and asked < 2:
         raise UsageError(f"--max-model-len must be at least 2, got {asked}.")
     if asked is not None and limit is not None and asked > limit:
         raise UsageError(f"--max-model-len {asked} is more than the model's {limit} positions; use at most {limit}.")
     if limit is not None and limit < 2:
-        raise PlancError(f"the model's config has max_position_embeddings {limit}; it must be at least 2.")
+        raise PlancError(f"the model's config has room for {limit} position; it must be at least 2.")
     if asked is None and limit is None:
-        raise UsageError("the model's config has no max_position_embeddings; give --max-model-len.")
+        raise UsageError("the model's config names no longest sequence; give --max-model-len.")
     return asked or int(limit or 0)
 
 
@@ -136,10 +138,13 @@ def _compile(
         bindings: list[Binding] = []  # bound before the trace: a tie that the checkpoint breaks must not be traced
         traced = trace(
             config,
+            limit=options.max_model_len,
             prepare=lambda model: bindings.append(bind(model, source)),
             trust_remote_code=request.trust_remote_code,
         )
         (binding,) = bindings
+    for path in traced.regimes:
+        progress.say(f"{path} depends on the length of a sequence: fixed for {options.max_model_len} tokens")
     if binding.untied:
         progress.say(f"the checkpoint has its own tensor for {binding.untied[0]}, which the config ties: kept apart")
     if binding.unused:
@@ -147,17 +152,18 @@ def _compile(
     with progress.stage("lift"):
         graph = lift(traced, binding.recipes)
     with progress.stage("self-test"):
-        self_test(config, request.trust_remote_code)
+        self_test(config, request.trust_remote_code, options.max_model_len)
     with progress.stage("passes"):
         graph, log = run_passes(graph, options, dump=request.dump_dir)
     if not any(n.op == "kv_append" for n in graph.nodes):
         raise PlancError("the model has no attention layer, so there is nothing to serve; check its config.")
     parameters = sum(p.numel() for p in traced.module.parameters())
-    return graph, log, _model_info(source, config, graph, parameters, binding.unused)
+    info = _model_info(source, config, parameters, binding.unused)
+    return graph, log, replace(info, fixed_regimes=traced.regimes)
 
 
 def _model_info(
-    source: ModelSource, config: "PretrainedConfig", graph: Graph, parameters: int, unused: list[str]
+    source: ModelSource, config: "PretrainedConfig", parameters: int, unused: list[str]
 ) -> schema.ModelInfo:
     text = config.get_text_config()
     generation = source.generation_config()
@@ -239,16 +245,20 @@ def _limits(graph: Graph, options: Options) -> schema.Limits:
 
 
 def kv_of(graph: Graph, options: Options) -> schema.KVLayout:
-    """The cache layout that the graph's kv_append nodes spell; windows are those of the layers' attention."""
+    """The cache layout that the graph's kv_append nodes spell; masks are those of the attention that reads it."""
     appends = [n for n in graph.nodes if n.op == "kv_append"]
-    windows = {n.attr("layer"): int(n.attr("window")) for n in graph.nodes if n.op == "paged_attention"}  # type: ignore[arg-type]
+    masks: dict[Attr, set[tuple[str, int]]] = {}
+    for n in graph.nodes:
+        if n.op == "paged_attention":
+            masks.setdefault(n.attr("layer"), set()).add((str(n.attr("kind")), int(n.attr("window"))))  # type: ignore[arg-type]
     names = ("heads", "k_dim", "v_dim", "k_offset", "v_offset")
-    layers = tuple(
-        schema.KVLayer(window=windows[n.attr("layer")], **{k: int(n.attr(k)) for k in names})  # type: ignore[arg-type]
-        for n in appends
-    )
+    layers = []
+    for n in appends:
+        readers = masks[n.attr("layer")]
+        mask, window = next(iter(readers)) if len(readers) == 1 else ("causal", 0)  # what any of them may look at
+        layers.append(schema.KVLayer(window=window, mask=mask, **{k: int(n.attr(k)) for k in names}))  # type: ignore[arg-type]
     page_bytes = next(int(v.type.shape[1]) for v in graph.inputs if v.name == "kv")
-    return schema.KVLayout(options.kv_dtype, options.block_size, page_bytes, layers)
+    return schema.KVLayout(options.kv_dtype, options.block_size, page_bytes, tuple(layers))
 
 
 def _memory(graph: Graph, options: Options) -> schema.Memory:
@@ -309,7 +319,7 @@ def _score(
         return accuracy.unjudged(material)
     chunk = max(1, min(64, _ROWS_BYTES // (4 * plan.limits.vocab_size)))
     bar = progress.rows("reference", sum(len(s) for s in material.sequences))
-    rows = reference_logits(source, material.sequences, rows_per_chunk=chunk)
+    rows = reference_logits(source, material.sequences, rows_per_chunk=chunk, limit=plan.limits.max_model_len)
     goldens, measured = accuracy.judge(material, scorer, rows, "transformers f32", bar)
     accuracy.check(measured, plan.options.dtype)
     return goldens, measured

@@ -31,6 +31,7 @@ _LIBRARY.define("by_position(Tensor positions, Tensor table) -> Tensor")
 # Keywords that change what a call reports or how it runs, never what it computes for one traced step without a cache.
 BENIGN = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
+    | {"logits_to_keep"}
 )
 
 

@@ -8,13 +8,15 @@ graph, passes or kernels takes part.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from planc.compiler import regime
 from planc.compiler.ir.recipe import Recipe, evaluate, infer
 from planc.compiler.lazy import LazyTensor
 from planc.compiler.source.base import DTYPES, ModelSource, new_model, one_line
@@ -33,6 +35,7 @@ def reference_logits(
     rows_per_chunk: int = 64,
     dtype: torch.dtype = torch.float32,
     num_threads: int | None = None,
+    limit: int | None = None,
 ) -> Iterator[tuple[int, int, np.ndarray[Any, np.dtype[np.float32]]]]:
     """Yields (sequence index, first position, logits f32[n, vocab]) for all positions of all sequences in order, n <=
     rows_per_chunk.
@@ -40,12 +43,13 @@ def reference_logits(
     One teacher-forced pass over the sequences as one right-padded batch, attention in transformers' eager form. `dtype`
     is that of parameters and arithmetic. Memory: the largest module's parameters, the activations of the batch
     (attention scores take batch x heads x length^2), and rows_per_chunk x vocab logits. `num_threads` None takes the
-    CPUs that the process may use. PlancError for empty input, ids outside the vocabulary, or a module that fails.
+    CPUs that the process may use. What depends on a sequence's length is fixed as for `limit` tokens, as a plan has it.
+    PlancError for empty input, ids outside the vocabulary, or a module that fails.
     """
     model = StreamedModel(source, dtype)
     _check(sequences, model.vocab_size)
     with _threads(num_threads):
-        hidden = model.hidden(_padded(sequences))
+        hidden = model.hidden(_padded(sequences), limit)
     with model.head_loaded():
         for index, sequence in enumerate(sequences):
             for start in range(0, len(sequence), rows_per_chunk):
@@ -77,14 +81,15 @@ class StreamedModel:
     def vocab_size(self) -> int:
         return int(self._model.get_input_embeddings().num_embeddings)
 
-    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+    def hidden(self, ids: torch.Tensor, limit: int | None = None) -> torch.Tensor:
         """The base model's last hidden state [batch, length, hidden] for ids i64[batch, length]."""
+        # Padding is on the right, where causal attention does not look, so the mask is all ones.
         positions = torch.arange(ids.shape[1]).expand(ids.shape)
-        with torch.no_grad(), self._stage("hidden states"):
-            # Padding is on the right, where causal attention does not look, so the mask is all ones.
-            out = self._base()(
-                input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False
-            )
+        given = {"attention_mask": torch.ones_like(ids), "position_ids": positions}
+        accepted = inspect.signature(self._base().forward).parameters
+        fixed = regime.fixed(self._model, limit) if limit else nullcontext()
+        with torch.no_grad(), self._stage("hidden states"), fixed:
+            out = self._base()(input_ids=ids, use_cache=False, **{k: v for k, v in given.items() if k in accepted})
         self._output = type(out)
         return out.last_hidden_state
 

@@ -7,7 +7,10 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What was compiled. `fingerprint` is a sha256 over the config and the table of checkpoint tensors."""
+    """What was compiled. `fingerprint` is a sha256 over the config and the table of checkpoint tensors.
+
+    `fixed_regimes` are modules that answer as in a sequence of `max_model_len` tokens, however short it is.
+    """
 
     name: str
     architecture: str
@@ -18,6 +21,7 @@ class ModelInfo:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     unused_tensors: tuple[str, ...] = ()
+    fixed_regimes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class KVLayer:
-    """One attention layer's part of a page: byte offsets of K [heads, k_dim, block] and V [heads, block, v_dim]."""
+    """One attention layer's part of a page: byte offsets of K [heads, k_dim, block] and V [heads, block, v_dim].
+
+    `mask` is causal, sliding or chunked, `window` its size (0 for causal).
+    """
 
     heads: int
     k_dim: int
@@ -52,6 +59,7 @@ class KVLayer:
     window: int
     k_offset: int
     v_offset: int
+    mask: str = "causal"
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ def _model(plan: Plan) -> Rows:
         ("fingerprint", m.fingerprint[:16]),
         ("target", plan.target),
         ("dtype", f"{plan.options.dtype} weights, {plan.kv.dtype} KV cache in blocks of {plan.kv.block_size}"),
+        *[(f"fixed at {plan.limits.max_model_len:,} tokens", path) for path in m.fixed_regimes],
         ("weights", "packed" if plan.has_weights else "none (built with --weights none)"),
         ("made with", ", ".join(f"{k} {v}" for k, v in plan.made_with.items())),
     ]
