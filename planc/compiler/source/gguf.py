@@ -53,10 +53,22 @@ class GGUFSource(ModelSource):
     def read(self, name: str) -> np.ndarray[Any, Any]:
         if name not in self.tensors:
             raise PlancError(f"{self.path} has no tensor {name}; it has {len(self.tensors)} others.")
-        info = self.tensors[name]
-        array = np.ascontiguousarray(self._processed(name), DTYPES[info.dtype])
-        if array.shape != info.shape:
-            raise PlancError(f"{self.path}: tensor {name} has shape {array.shape}, the config implies {info.shape}.")
+        stored = {part: self.header.tensors[part] for part in self._parts[name]}
+        return self._checked(name, self._processed(name, stored), self.tensors[name].shape)
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Of a stack of experts, those alone: no processing mixes experts."""
+        stored = {part: self.header.tensors[part] for part in self._parts.get(name, [])}
+        info = self.tensors.get(name)
+        if info is None or any(len(t.shape) != 3 or t.shape[0] != info.shape[0] for t in stored.values()):
+            return self.read(name)[start:stop]
+        some = {part: _rows(tensor, start, stop) for part, tensor in stored.items()}
+        return self._checked(name, self._processed(name, some), (stop - start, *info.shape[1:]))
+
+    def _checked(self, name: str, made: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        array = np.ascontiguousarray(made, DTYPES[self.tensors[name].dtype])
+        if array.shape != shape:
+            raise PlancError(f"{self.path}: tensor {name} has shape {array.shape}, the config implies {shape}.")
         return array
 
     def generation_config(self) -> dict[str, Any]:
@@ -87,7 +99,9 @@ class GGUFSource(ModelSource):
         self._parts: dict[str, list[str]] = {}
         for raw in self.header.tensors:
             if raw not in _CONFIG_TENSORS:
-                self._parts.setdefault(self._names.get(raw, raw), []).append(raw)
+                # a stack of experts is a parameter of its own in transformers, without `.weight`
+                name = self._names.get(raw) or self._names.get(raw.removesuffix(".weight"), raw)
+                self._parts.setdefault(name, []).append(raw)
         expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.tensors = {name: self._info(parts, expected.get(name)) for name, parts in self._parts.items()}
 
@@ -99,14 +113,14 @@ class GGUFSource(ModelSource):
         matrix = len(stored) == 1 and len(stored[0].shape) == 2
         return TensorInfo(_PLAIN.get(_type_name(stored[0].ggml_type), "f32") if matrix else "f32", shape)
 
-    def _processed(self, name: str) -> np.ndarray[Any, Any]:
+    def _processed(self, name: str, stored: dict[str, GGUFTensor]) -> np.ndarray[Any, Any]:
         """Runs transformers' processor (un-permute, norm offset, fuse experts) over the parts of one tensor."""
         load = dequantize_span if self.tensors[name].dtype == "f32" else _plain_span
         fused: dict[str, Any] = {}
         array: np.ndarray[Any, Any] | None = None
-        for part in self._parts[name]:
+        for part, tensor in stored.items():
             result = self._processor.process(
-                weights=load(self._file, self.header.tensors[part]),
+                weights=load(self._file, tensor),
                 name=part,
                 tensor_key_mapping=self._names,
                 parsed_parameters={"tensors": fused},
@@ -164,6 +178,13 @@ def _type_name(ggml_type: int) -> str:
     from gguf import GGMLQuantizationType
 
     return GGMLQuantizationType(ggml_type).name
+
+
+def _rows(tensor: GGUFTensor, start: int, stop: int) -> GGUFTensor:
+    """The span of some of a tensor's rows along its first axis."""
+    row = tensor.nbytes // tensor.shape[0]
+    shape = (stop - start, *tensor.shape[1:])
+    return GGUFTensor(shape, tensor.ggml_type, tensor.offset + start * row, (stop - start) * row)
 
 
 def _plain_span(file: SpanReader, tensor: GGUFTensor) -> np.ndarray[Any, Any]:

@@ -77,6 +77,51 @@ def write(
     return expected
 
 
+_EXPERTS = {
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+}
+
+
+def write_experts(
+    folder: Path, path: Path, state: dict[str, np.ndarray[Any, Any]], kind: gguf.GGMLQuantizationType
+) -> None:
+    """Writes the qwen3_moe model of `folder`, whose parameters are `state`, with its stacks of experts as `kind`."""
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    _metadata(writer, "llama", config)
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_expert_count(config.get("num_experts", config.get("num_local_experts")))
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    _vocabulary(writer, config["vocab_size"], "qwen2")
+    for name, weights in state.items():
+        layer, _, rest = name.removeprefix("model.layers.").partition(".")
+        if rest == "mlp.experts.gate_up_proj":
+            for half, part in zip(("gate", "up"), np.split(weights, 2, axis=1), strict=True):
+                _add_stack(writer, f"blk.{layer}.ffn_{half}_exps.weight", part, kind)
+        elif rest == "mlp.experts.down_proj":
+            _add_stack(writer, f"blk.{layer}.{_EXPERTS[rest]}", weights, kind)
+        else:
+            writer.add_tensor(_NAMES.get(name) or f"blk.{layer}.{({**_LAYER, **_EXPERTS})[rest]}", weights)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_stack(writer: Any, name: str, weights: np.ndarray[Any, Any], kind: Any) -> None:
+    weights = np.ascontiguousarray(weights)
+    if kind == PLAIN:
+        writer.add_tensor(name, weights)
+    else:
+        writer.add_tensor(name, gguf.quantize(weights, kind), raw_dtype=kind)
+
+
 def _add(writer: Any, arch: str, config: dict[str, Any], name: str, weights: Any, kind: Any) -> Any:
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     stored = weights
@@ -129,7 +174,9 @@ def _metadata(writer: Any, arch: str, config: dict[str, Any]) -> None:
         writer.add_sliding_window(config["sliding_window"])
     else:
         writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-        writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+        writer.add_rope_dimension_count(
+            config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        )
 
 
 def _vocabulary(writer: Any, size: int, pre: str) -> None:

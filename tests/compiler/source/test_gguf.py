@@ -11,14 +11,16 @@ import gguf
 import numpy as np
 import pytest
 
+from planc.compiler.ir.recipe import evaluate
 from planc.compiler.source import bind, new_model, open_source
 from planc.compiler.source.files import SpanReader
 from planc.compiler.source.gguf import GGUFSource, dequantizable, dequantize_span
 from planc.compiler.source.gguf_config import llama3_parameters
 from planc.compiler.source.gguf_header import GGUFTensor, outline, read_header, shortest
 from planc.errors import PlancError
-from tests.compiler.source.gguf_files import write
+from tests.compiler.source.gguf_files import write, write_experts
 from tests.models import tiny
+from tests.moe import MOE
 
 Type = gguf.GGMLQuantizationType
 DEQUANTIZABLE = [kind for kind in Type if dequantizable(kind)]
@@ -94,6 +96,30 @@ def test_equals_the_whole_file_loader(arch: str, tmp_path: Path) -> None:
         assert set(loaded) == set(source.tensors)
         for name, tensor in loaded.items():
             np.testing.assert_array_equal(source.read(name), tensor.numpy())
+
+
+@pytest.mark.parametrize("kind", [Type.F32, Type.Q8_0], ids=lambda kind: kind.name)
+def test_stacks_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: gguf.GGMLQuantizationType) -> None:
+    """gate and up lie apart in the file, one tensor each; some experts are read without the others."""
+    from transformers import AutoModelForCausalLM
+
+    fields = MOE["qwen3_moe"] | dict(moe_intermediate_size=64, mlp_only_layers=[], num_hidden_layers=2)
+    folder = tiny("qwen3_moe", tmp_path, tokenizer=False, **fields)
+    state = {name: t.numpy() for name, t in AutoModelForCausalLM.from_pretrained(folder).state_dict().items()}
+    write_experts(folder, tmp_path / "model.gguf", state, kind)
+    with open_source(str(tmp_path / "model.gguf")) as source:
+        binding = bind(new_model(source.config()), source)
+        assert binding.unused == []
+        for name, weights in state.items():
+            made = evaluate(binding.recipe(name), source.read, {})
+            if weights.ndim < 3 or kind == Type.F32:
+                np.testing.assert_array_equal(made, weights)
+                continue
+            assert np.abs(made - weights).max() < np.abs(weights).max() / 100
+            monkeypatch.setattr(source, "read", lambda name: pytest.fail(f"all of {name} was read"))
+            np.testing.assert_array_equal(source.read_rows(binding.recipe(name).loads[0], 1, 3), made[1:3])
+            monkeypatch.undo()
+        np.testing.assert_array_equal(source.read_rows("lm_head.weight", 2, 9), state["lm_head.weight"][2:9])
 
 
 @pytest.mark.parametrize("kind", DEQUANTIZABLE, ids=lambda kind: kind.name)
