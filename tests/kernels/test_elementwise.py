@@ -63,6 +63,7 @@ CASES = {
 }
 TAKE = {
     "rows": case("take_rows", f32("T", 5), i32("R")),
+    "rows of ints": case("take_rows", i32("T", 5), i32("R")),
     "wide rows": case("take_rows", f32("T", 2, 3, layout="strides:11,3"), i32("R")),
 }
 CASES |= TAKE
@@ -108,7 +109,8 @@ def test_may_write_over_the_first_input(library: Library, name: str) -> None:
 @pytest.mark.parametrize("name", TAKE)
 def test_take_rows(library: Library, name: str) -> None:
     c = CASES[name]
-    x, index = random(6, *c.types[0].shape[1:]), np.array([5, 0, 0, 3], np.int32)
+    x, index = random(6, *c.types[0].shape[1:], scale=9), np.array([5, 0, 0, 3], np.int32)
+    x = x.astype(np.int32) if c.types[0].dtype == "i32" else x
     for threads in (1, 3):
         assert_same_bits(library.run(c, [x, index], 4, threads=threads)[0], x[index], name)
 
