@@ -26,6 +26,7 @@ from planc.compiler.traced import Buffer, Traced
 from planc.errors import PlancError
 
 _UNLIMITED = 4096  # positions of a model whose config names no limit
+_COUNTS = (*range(2, 131), 255, 256, 257, 1000, 1024, 4095, 4096, 65537, 10**6)
 ROWS = 3  # rows of logits asked for while tracing; any number but 0, 1 and the token count
 
 
@@ -142,13 +143,43 @@ def _export(step: nn.Module, tokens: int, most: int | None) -> ExportedProgram:
     rows = torch.zeros(ROWS, dtype=torch.long, device="meta")
     count = Dim("T", min=2, max=most)
     shapes = ({1: count}, {1: count}, {0: Dim.DYNAMIC})
-    try:
+
+    def export(deferred: bool) -> ExportedProgram:
         with torch.no_grad(), _Literals():
-            return torch.export.export(step, (ids, ids.clone(), rows), dynamic_shapes=shapes, strict=False)
+            return torch.export.export(
+                step,
+                (ids, ids.clone(), rows),
+                dynamic_shapes=shapes,
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=deferred,
+            )
+
+    try:
+        return export(deferred=False)
     except PlancError:
         raise
     except Exception as e:  # torch.export lets whatever the model's Python raised pass through
-        raise _failure(e, step) from e
+        if "Constraints violated" not in str(e):
+            raise _failure(e, step) from e
+        try:  # a condition that torch cannot prove may be true all the same: it is then a node that can be looked at
+            return _checked_asserts(export(deferred=True))
+        except PlancError:
+            raise
+        except Exception:  # noqa: BLE001 - the first error says more
+            raise _failure(e, step) from e
+
+
+def _checked_asserts(program: ExportedProgram) -> ExportedProgram:
+    """The program, when each condition on sizes that it asserts holds for small, odd, round and large token counts."""
+    tokens = _user_inputs(program)[0].meta["val"].shape[1].node.expr
+    for node in program.graph.nodes:
+        if node.target is not torch.ops.aten._assert_scalar.default or not isinstance(node.args[0], fx.Node):
+            continue
+        condition = getattr(getattr(node.args[0].meta.get("val"), "node", None), "expr", True)
+        wrong = [n for n in _COUNTS if not bool(getattr(condition, "subs", lambda _: True)({tokens: n}))]
+        if wrong:
+            raise refused(f"the trace would hold for some token counts only: not for {wrong[0]} tokens ({condition})")
+    return program
 
 
 class _Literals(TorchFunctionMode):

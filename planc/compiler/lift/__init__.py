@@ -14,7 +14,7 @@ from planc.compiler.lift.call import Call, Lift
 from planc.compiler.lift.form import Complex, Form, Mask
 from planc.compiler.lift.layout import arrange
 from planc.compiler.lift.leaves import conserve, leaf
-from planc.compiler.lift.table import COMPLEX_RULES, MASK_VIEWS, RULES, refusal_of
+from planc.compiler.lift.table import COMPLEX_RULES, MASK_VIEWS, MERGED, RULES, refusal_of
 from planc.compiler.refusal import refused
 from planc.compiler.traced import Traced
 
@@ -89,6 +89,8 @@ def _apply(call: Call, node: fx.Node, env: dict[fx.Node, Lift], builder: Builder
         if known is not None:
             return known
         raise call.fail(refusal_of(node.target) or "this op is not in the closed set that can be lifted (docs/ops.md)")
+    if call.merges and node.target not in MERGED:
+        raise call.fail("works on tokens merged with another axis, which no packed step can hold")
     made = rule(call)
     if call.unread is not None:
         raise call.fail(f"argument {call.unread} would be lost: the rule of this op does not read it")

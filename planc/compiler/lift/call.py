@@ -62,6 +62,13 @@ class Call:
         return self._dims(value.shape)
 
     @property
+    def merges(self) -> bool:
+        """Whether the result or a tensor argument merges tokens with another axis, [4 T, ..], kept apart here."""
+        nodes = (self.node, *self.node.all_input_nodes)
+        values = (n.meta["val"] for n in nodes)
+        return any(_factor(d, self._symbols) for v in values if isinstance(v, torch.Tensor) for d in v.shape)
+
+    @property
     def dtype(self) -> str:
         """The result's dtype, as the graph names it."""
         return self.dtype_of(self.node)
@@ -234,7 +241,30 @@ class Call:
         raise self.fail(f"argument {name} is {value!r}, expected a tensor or a number")
 
     def _dims(self, shape: Sequence[Any]) -> tuple[Dim, ...]:
-        return tuple(self._size(d) for d in shape)
+        out: list[Dim] = []
+        for d in shape:
+            factor = _factor(d, self._symbols)
+            if factor:
+                out += [factor, "T"] if self._before_tokens(factor, first=not out) else ["T", factor]
+            else:
+                out.append(self._size(d))
+        return tuple(out)
+
+    def _before_tokens(self, factor: int, first: bool) -> bool:
+        """Whether the axis that is merged with the tokens lies outside of theirs, as what it came from tells."""
+        if "repeat_interleave" in str(self.node.target):
+            return False
+        if "repeat" in str(self.node.target):
+            return True
+        for node in self.node.all_input_nodes:
+            form = self._env.get(node)
+            if isinstance(form, Form) and "T" in form.dims:
+                at = form.dims.index("T")
+                before = at > 0 and form.dims[at - 1] == factor
+                after = form.dims[at + 1 : at + 2] == (factor,)
+                if before or after:
+                    return before and (first or not after)
+        raise self.fail(f"{factor} times the tokens, merged in an order that nothing tells")
 
     def _size(self, value: Any) -> Dim:
         value = value.meta["val"] if isinstance(value, fx.Node) else value
@@ -246,6 +276,12 @@ class Call:
             text = re.sub(r"\w+", lambda m: known.get(m[0], m[0]), name)
             raise self.fail(f"a size of {text} merges tokens with something else, which no packed step can hold")
         return self._symbols[name]
+
+
+def _factor(size: Any, symbols: Mapping[str, str]) -> int:
+    """k of a size k T, 0 of any other."""
+    found = re.fullmatch(r"(\d+)\*(\w+)", str(size)) if isinstance(size, torch.SymInt) else None
+    return int(found[1]) if found and symbols.get(found[2]) == "T" else 0
 
 
 def _is_default(argument: Any, value: Any) -> bool:

@@ -62,7 +62,7 @@ def placed(name: str, made: TensorType, dims: Sequence[Dim], order: Sequence[int
 
 def spread(call: Call, form: Form, axes: Sequence[int]) -> Form:
     """The form with the expanded axes among `axes` really repeated, since regrouping or joining needs the copies."""
-    missing = [a for a in axes if form.axes[a] is None and form.dims[a] != 1]
+    missing = [a for a in dict.fromkeys(axes) if form.axes[a] is None and form.dims[a] != 1]
     if not missing:
         return form
     order = rows_first(form.dims, sorted([*form.stored, *missing]))

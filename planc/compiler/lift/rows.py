@@ -234,7 +234,7 @@ def scatter(call: Call) -> Form:
     call.implied("include_self")
     axis = _axis(call, x)
     whole = x.type.dtype
-    x = spread(call, cast_to(call, x, "f32"), [axis, *(a for a in range(len(x.dims)) if index.axes[a] is not None)])
+    x = spread(call, cast_to(call, x, "f32"), sorted({axis, *index.stored}))
     index = spread(call, index, [axis])
     order = [*rows_first(x.dims, [a for a in x.stored if a != axis]), axis]
     inputs, attrs = [arrange(call, x, order), arrange(call, index, order)], {"add": True} if add else {}

@@ -241,6 +241,11 @@ COMPLEX_RULES: Mapping[Target, Rule] = {
 # Views that leave an attention mask what it is.
 MASK_VIEWS = frozenset({o for o, rule in RULES.items() if rule in (c.cast, p.same, v.slice_, v.expand)})
 
+# Ops whose rules go by no axis but the last, so that tokens merged with another axis may be two axes to them.
+MERGED = frozenset({*_POINTWISE, *_LOGIC, _A.linear.default, _A.repeat.default, _A.repeat_interleave.self_int}) | {
+    o for o, rule in RULES.items() if rule is v.view
+}
+
 # Ops that are refused for what they do to tokens, with the reason.
 _STATE = "carries a state from token to token (a convolution over them); such models are not compiled yet"
 _REASONS: Mapping[Target, str] = {o: _STATE for o in (_A.conv1d.default, _A.conv1d.padding, _A.convolution.default)}

@@ -85,6 +85,14 @@ def repeat(call: Call) -> Form:
     repeats = call.arg("repeats")
     x = call.form("self")
     x = x.expand((1,) * (len(repeats) - len(x.dims)) + x.dims)
+    if times := next((n for n, d in zip(repeats, x.dims, strict=True) if n != 1 and isinstance(d, str)), 0):
+        if repeats.count(1) != len(repeats) - 1:
+            raise call.fail(f"repeats tokens and more, {repeats} times")
+        at = next(i for i, n in enumerate(repeats) if n != 1)
+        order: list[int | None] = list(range(len(x.dims)))
+        order.insert(at, None)
+        wide = x.pick(order)
+        return wide.expand([times if i == at else d for i, d in enumerate(wide.dims)])
     for axis, times in enumerate(repeats):
         if times == 1:
             continue
@@ -103,7 +111,7 @@ def repeat_interleave(call: Call) -> Form:
     order.insert(axis + 1, None)
     wide = x.pick(order)
     wide = wide.expand([times if i == axis + 1 else d for i, d in enumerate(wide.dims)])
-    return regroup(call, wide, call.dims)
+    return wide if isinstance(x.dims[axis], str) else regroup(call, wide, call.dims)
 
 
 def slice_(call: Call) -> Form:
