@@ -8,7 +8,6 @@ from dataclasses import replace
 from planc.compiler.ir.graph import Graph, Node, Value, Weight
 from planc.compiler.ir.quant import SCHEMES
 from planc.compiler.ir.recipe import Recipe, infer, step
-from planc.compiler.ir.types import TensorType
 from planc.passes.options import Options
 
 _WEIGHT = {"embedding": 0, "linear": 1, "expert_linear": 2}  # op -> which input is the weight
@@ -74,13 +73,9 @@ def narrow(recipe: Recipe, dtype: str) -> Recipe:
 
 def _lossless(recipe: Recipe) -> Recipe:
     """The recipe without casts to float32, which quantizing does itself, a few rows at a time."""
-    if recipe.op in _MOVES and len({_bare(r) for r in recipe.inputs}) == 1:
-        return replace(recipe, inputs=tuple(_lossless(r) for r in recipe.inputs))
+    if recipe.op in _MOVES:
+        inputs = tuple(_lossless(r) for r in recipe.inputs)
+        return replace(recipe, inputs=inputs) if len({infer(r).dtype for r in inputs}) == 1 else recipe
     if recipe.op == "cast" and recipe.get("dtype") == "f32":
         return recipe.inputs[0]
     return recipe
-
-
-def _bare(recipe: Recipe) -> TensorType | str:
-    """The dtype that `_lossless` would leave; all inputs of a step must agree on it."""
-    return infer(_lossless(recipe)).dtype

@@ -101,8 +101,9 @@ def _collected(
             target, pattern = rename_source_key(name, [], [], prefix, state)  # type: ignore[arg-type]
         if target not in state:
             continue
-        rule = WeightRenaming(name, target) if pattern is None else deepcopy(by_pattern[pattern])
-        mapping, tensors = gathered.setdefault(target, (rule, []))
+        if target not in gathered:
+            gathered[target] = (WeightRenaming(name, target) if pattern is None else deepcopy(by_pattern[pattern]), [])
+        mapping, tensors = gathered[target]
         tensors.append(names[name])
         info = source.tensors[names[name]]
         _check_dtype(source, names[name], info.dtype, state[target].is_floating_point())

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from planc.compiler.ir.parts import part, pieces
-from planc.compiler.ir.recipe import Recipe, evaluate, infer, load, step
+from planc.compiler.ir.recipe import Recipe, cast, evaluate, infer, load, step
+from planc.passes.quantize import _lossless, narrow
 
 RNG = np.random.default_rng(0)
 EXPERTS, WIDE, DEEP = 6, 64, 8
@@ -116,3 +117,17 @@ def peak(work: Any) -> int:
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return most
+
+
+def test_casts_stay_at_the_leaves_of_a_stack() -> None:
+    """What the build's dtype makes of experts stored in another: no whole stack is ever widened or narrowed."""
+    shape = (64, 8)
+    rows = [step("reshape", load(f"g{e}", "f16", shape), shape=(1, *shape)) for e in range(3)]
+    wide = cast(step("concat", *rows, axis=0), "f32")
+    assert [r.op for r in wide.steps()][:3] == ["concat", "reshape", "cast"]
+    narrowed = narrow(wide, "bf16")
+    assert [r.op for r in narrowed.steps()][:4] == ["concat", "reshape", "cast", "cast"]
+    assert all(r.op == "load" for r in _lossless(wide).leaves())
+    assert {r.op for r in _lossless(wide).steps()} == {"concat", "reshape", "load"}
+    mixed = step("concat", wide, step("reshape", load("g3", "f32", shape), shape=(1, *shape)), axis=0)
+    assert _lossless(mixed) == mixed
