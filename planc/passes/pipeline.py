@@ -20,6 +20,7 @@ from planc.passes.memory import memory
 from planc.passes.options import Options
 from planc.passes.select import select
 from planc.passes.shard import shard
+from planc.passes.sparse_experts import sparse_experts
 from planc.plans.schema import PassLog
 
 PassFn = Callable[[Graph, Options], tuple[Graph, int]]
@@ -45,6 +46,7 @@ class Pass:
 PIPELINE = (
     Pass(dedupe),
     Pass(fold.fold),
+    Pass(sparse_experts),
     Pass(activation.activation),
     Pass(norm.norm, targets=norm.roots, optional=True),
     Pass(rotary.rotary, targets=rotary.ends, optional=True),
