@@ -83,13 +83,13 @@ class StreamedModel:
 
     def hidden(self, ids: torch.Tensor, limit: int | None = None) -> torch.Tensor:
         """The base model's last hidden state [batch, length, hidden] for ids i64[batch, length]."""
-        # Padding is on the right, where causal attention does not look, so the mask is all ones.
-        positions = torch.arange(ids.shape[1]).expand(ids.shape)
-        given = {"attention_mask": torch.ones_like(ids), "position_ids": positions}
+        # Padding is on the right, where causal attention does not look, so the mask is all ones. Positions are the
+        # model's own, which need not start at 0.
+        mask = {"attention_mask": torch.ones_like(ids)}
         accepted = inspect.signature(self._base().forward).parameters
         fixed = regime.fixed(self._model, limit) if limit else nullcontext()
         with torch.no_grad(), self._stage("hidden states"), fixed:
-            out = self._base()(input_ids=ids, use_cache=False, **{k: v for k, v in given.items() if k in accepted})
+            out = self._base()(input_ids=ids, use_cache=False, **(mask if "attention_mask" in accepted else {}))
         self._output = type(out)
         return out.last_hidden_state
 
@@ -99,13 +99,37 @@ class StreamedModel:
 
         So soft caps, logit scales and biases of the head are the model's.
         """
-        base, output = self._base(), self._output(last_hidden_state=rows[None])
-        base.forward = lambda *args, **kwargs: output
+        output = self._output(last_hidden_state=rows[None])
+        with torch.no_grad(), self._stage("logits"), self._answering(output) as asked:
+            out = self._model(input_ids=torch.zeros(1, len(rows), dtype=torch.long), use_cache=False)
+        if not asked:
+            raise PlancError(
+                f"reference: {type(self._model).__name__} does not ask its base model for hidden states, so its head "
+                "cannot be run alone. Pass --reference none."
+            )
+        return out.logits[0]
+
+    @contextmanager
+    def _answering(self, output: Any) -> Iterator[list[bool]]:
+        """While this is open, the base model and each model in it that a head may ask instead (a decoder) answer with
+        `output`; the list is empty until one was asked.
+        """
+        from transformers import PreTrainedModel
+
+        asked: list[bool] = []
+        models = [module for module in self._base().modules() if isinstance(module, PreTrainedModel)]
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            asked.append(True)
+            return output
+
+        for module in models:
+            module.forward = answer  # type: ignore[method-assign]
         try:
-            with torch.no_grad(), self._stage("logits"):
-                return self._model(input_ids=torch.zeros(1, len(rows), dtype=torch.long), use_cache=False).logits[0]
+            yield asked
         finally:
-            del base.forward
+            for module in models:
+                del module.forward
 
     @contextmanager
     def head_loaded(self) -> Iterator[None]:

@@ -15,6 +15,10 @@ from planc.errors import PlancError
 from tests.models import ARCHS, tiny
 from tests.moe import MOE
 
+OTHERS = {
+    "opt": dict(word_embed_proj_dim=64, ffn_dim=96, do_layer_norm_before=True),
+    "roberta": dict(is_decoder=True, pad_token_id=0, type_vocab_size=2),
+}
 SEQUENCES = [[5, 9, 200, 4, 7, 8, 3, 99, 100, 1, 2, 33, 44], [17, 3, 3, 4], [250, 251, 9, 8, 7, 6, 5, 4, 3]]
 
 
@@ -74,6 +78,26 @@ def test_one_expert_is_loaded_at_a_time(arch: str, tmp_path: Path, monkeypatch: 
         assert max(reads) <= flat < max(t.nbytes() for t in stacks)
         assert model.peak_bytes <= 2 * flat
         assert model.live_bytes == 0
+
+
+@pytest.mark.parametrize("arch", ["opt", "roberta"])
+def test_a_head_and_positions_of_their_own(arch: str, tmp_path: Path) -> None:
+    """opt's head asks the decoder inside its base model; roberta's positions start after its padding id."""
+    with open_source(str(tiny(arch, tmp_path, tokenizer=False, **OTHERS[arch]))) as source:
+        for found, expected in zip(streamed(source), plain(source.path, torch.float32), strict=True):
+            assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_a_head_that_asks_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    class Output:
+        logits = torch.zeros(1, 4, 330)
+
+    with open_source(str(tiny("llama", tmp_path, tokenizer=False))) as source:
+        monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", lambda self, **others: Output())
+        with pytest.raises(PlancError, match=r"does not ask its base model.*--reference none"):
+            streamed(source)
 
 
 def test_bf16_equals_from_pretrained(tmp_path: Path) -> None:
