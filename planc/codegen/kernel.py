@@ -7,6 +7,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isinf, isnan
 from typing import Any
 
 from planc.codegen.target import Target
@@ -35,7 +36,16 @@ def integer(name: str, value: int) -> Constant:
 
 def real(name: str, value: float) -> Constant:
     """`static constexpr float NAME = value`, written in hexadecimal so that no digit is lost."""
-    return Constant(f"static constexpr float {name} = float({float(value).hex()})", f"{_short(name)}{_text(value)}")
+    return Constant(f"static constexpr float {name} = {literal(value)}", f"{_short(name)}{_text(value)}")
+
+
+def literal(value: float) -> str:
+    """A float constant in C++; infinities and NaN have no digits and come from the compiler."""
+    if isnan(value):
+        return '__builtin_nanf("")'
+    if isinf(value):
+        return f"{'-' if value < 0 else ''}__builtin_inff()"
+    return f"float({float(value).hex()})"
 
 
 def flag(name: str, value: bool) -> Constant:

@@ -115,8 +115,8 @@ def spread_of(root: bool) -> Rule:
         x = cast_to(call, call.form("self"), "f32")
         asked = call.arg("dim")
         axes = [d % len(x.dims) for d in ([asked] if isinstance(asked, int) else asked or [])]
-        correction = call.arg("correction", 1)
-        correction = 1 if correction is None else correction
+        given = call.arg("correction" if call.has("correction") else "unbiased")
+        correction = 1 if given is None else float(given)
         count = 1
         for a in axes:
             size = x.dims[a]

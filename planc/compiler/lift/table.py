@@ -91,7 +91,17 @@ _POINTWISE: dict[Target, Rule] = {
     },
 }
 
+# Second names of ops, which torch.export keeps as they are written.
+_POINTWISE |= {
+    getattr(getattr(_A, alias), kind): _POINTWISE[getattr(getattr(_A, name), kind)]
+    for alias, name in (("multiply", "mul"), ("subtract", "sub"), ("divide", "div"))
+    for kind in _KINDS
+}
+_POINTWISE |= {_A.absolute.default: p.unary("abs"), _A.negative.default: p.unary("neg"), _A.clip.default: p.clamp}
+_ALIASES = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
+
 _LOGIC: dict[Target, Rule] = {
+    **{getattr(getattr(_A, n), kind): c.compare(op) for n, op in _ALIASES.items() for kind in _KINDS},
     **{getattr(getattr(_A, op), kind): c.compare(op) for op in ("gt", "ge", "lt", "le", "eq", "ne") for kind in _KINDS},
     _A.logical_not.default: c.negate,
     _A.bitwise_not.default: c.negate,

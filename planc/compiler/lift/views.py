@@ -160,7 +160,7 @@ def _strided(call: Call, x: Form, axis: int, start: int, stop: int, step: int) -
     size = x.dims[axis]
     assert isinstance(size, int)
     if size % step or start >= step or stop < size:
-        raise call.fail(f"elements {start}:{stop}:{step} of an axis of {size}")
+        return join(call, [narrow(call, x, axis, i, i + 1) for i in range(start, stop, step)], axis)
     split = (*x.dims[:axis], size // step, step, *x.dims[axis + 1 :])
     column = narrow(call, regroup(call, x, split), axis + 1, start, start + 1)
     return column.pick([i for i in range(len(split)) if i != axis + 1])
@@ -241,13 +241,18 @@ def slice_scatter(call: Call) -> Form:
     axis = _axis(call.arg("dim", 0), len(x.dims))
     start, stop, step = call.arg("start"), call.arg("end"), call.arg("step", 1)
     size = x.dims[axis]
-    if isinstance(size, str) or step != 1:
+    if isinstance(size, str):
         if (start or 0, step) == (0, 1) and source.dims == x.dims:
             return source
         raise call.fail(f"replaces {start}:{stop}:{step} of the {size} axis")
+    source = cast_to(call, source, x.type.dtype)
     low, high, _ = slice(start, stop).indices(size)
+    if step != 1:
+        chosen = {i: n for n, i in enumerate(range(low, high, step))}
+        one = [(source, chosen[i]) if i in chosen else (x, i) for i in range(size)]
+        return join(call, [narrow(call, form, axis, i, i + 1) for form, i in one], axis)
     parts = [narrow(call, x, axis, 0, low)] if low else []
-    parts.append(cast_to(call, source, x.type.dtype))
+    parts.append(source)
     return join(call, parts + ([narrow(call, x, axis, high, size)] if high < size else []), axis)
 
 
