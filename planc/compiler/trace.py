@@ -16,7 +16,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from planc.compiler import hooks, regime
+from planc.compiler import hooks, loops, regime
 from planc.compiler.anchor import anchored
 from planc.compiler.refusal import refused, source_place
 from planc.compiler.source.base import NoAttentionInterface, most_positions, new_model, one_line
@@ -101,7 +101,7 @@ def _traced_by(
         if prepare is not None:
             prepare(model)
         buffers = fresh_buffers(model, _unstored(model))
-        with regime.fixed(model, limit) as regimes:
+        with regime.fixed(model, limit) as regimes, loops.unrolled(model):
             most = None if attention == name else limit - 1  # a mask in a buffer may end at the last position
             made = capture(config.model_type, Step(model), buffers, tokens, most)
         return replace(made, regimes=tuple(regimes), limit=limit)
