@@ -1,9 +1,12 @@
 """Small configs for the self-test: in goes a config, out come ever larger copies that keep every kind of layer."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from transformers import PretrainedConfig
+
+from planc.compiler.coverage.small import resized
 
 HEAD_DIM = 32
 WINDOW = 5  # below any test prompt
@@ -18,7 +21,11 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def shrunk(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """Copies of the config, the smallest first: all; all but the head's size; all but the layers; layers alone."""
+    """Copies of the config, the smallest first: by the rules of small configs; then by cautious ones, which leave more
+    as it is: all; all but the head's size; all but the layers; layers alone.
+    """
+    with suppress(Exception):  # a config may refuse fields that do not fit each other
+        yield resized(config)
     for layers, widths, head_dim in _STEPS:
         try:
             fields = _layers(config) if layers else {}

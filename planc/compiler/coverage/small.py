@@ -31,7 +31,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"(unpadded_|output_)?vocab_size(_per_layer_input)?", VOCAB),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|model_max_length", POSITIONS),
     (r"original_max_position_embeddings", SHORT),
-    (r"(sliding_|attention_)?window(_size)?|sliding_window_size|local_attention", WINDOW),
+    (r"(sliding_|attention_|keep_)?window(_size)?|sliding_window_size|local_attention", WINDOW),
     (r"attention_chunk_size", CHUNK),
     (r"pad_token_id", 0),
     (r"bos_token_id|decoder_start_token_id", 1),
@@ -105,8 +105,42 @@ def _fields(kind: type[PretrainedConfig]) -> dict[str, Any]:
         base: dict[str, Any] = kind().to_dict()
     except Exception:  # noqa: BLE001 - some classes refuse their own defaults; the overrides then say it all
         base = {}
-    base = {name: value for name, value in base.items() if name not in kind.attribute_map}
-    return _sizes(base) | _heads(base) | _layers(base) | _rotary(base) | _parts(kind, base)
+    base = _own(kind, base)
+    return _by_name(base) | _parts(kind, base)
+
+
+def _own(kind: type[PretrainedConfig], base: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields under their own names, without those that only stand for them."""
+    return {name: value for name, value in base.items() if name not in kind.attribute_map}
+
+
+def _by_name(base: Mapping[str, Any]) -> dict[str, Any]:
+    return _sizes(base) | _heads(base) | _layers(base) | _rotary(base)
+
+
+def resized(config: PretrainedConfig) -> PretrainedConfig:
+    """A small copy of a config, by the same rules: each kind of layer stays, and how query heads share keys.
+
+    Raises what the config's own check raises where fields no longer fit each other.
+    """
+    kind = type(config)
+    base = _own(kind, config.to_dict())
+    chosen = _by_name(base) | _sharing(config)
+    derived = {name for name, value in chosen.items() if value == OWN}
+    table = {name: value for name, value in {**base, **chosen}.items() if name not in derived}
+    table.pop("quantization_config", None)
+    made = kind.from_dict(table)
+    assert isinstance(made, PretrainedConfig)
+    return made
+
+
+def _sharing(config: PretrainedConfig) -> dict[str, Any]:
+    """As many groups of keys as the config has in kind: one, some, or one for each head."""
+    heads, groups = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if not isinstance(heads, int) or not isinstance(groups, int):
+        return {}
+    name = config.attribute_map.get("num_key_value_heads", "num_key_value_heads")
+    return {name: 1 if groups == 1 else HEADS if groups == heads else GROUPS}
 
 
 def _sizes(base: Mapping[str, Any]) -> dict[str, Any]:
