@@ -184,6 +184,27 @@ def check(plan: Path, as_json: bool) -> None:
 
 @main.command()
 @click.argument("plan", type=PLAN)
+@click.option("--onnx", type=PLAN, metavar="FILE", required=True, help="Where to write; FILE.data too beyond 2 GB.")
+@click.option("--force", is_flag=True, help="Replace FILE and FILE.data.")
+@_build_extra
+def export(**flags: Any) -> None:
+    """Write a plan's graph and weights as ONNX: one prefill, for onnxruntime and Netron."""
+    from planc.compiler.onnx_export.command import ExportRequest
+    from planc.compiler.onnx_export.command import export as write_onnx
+    from planc.compiler.progress import Progress
+    from planc.plans.show import mib
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as an interrupt does: with nothing left behind
+    request = ExportRequest(**flags)
+    with Progress() as progress:
+        made = write_onnx(request, progress)
+    where = f" in {made.data.name}" if made.data else ""
+    name, dtype = made.plan.model.name, made.plan.options.dtype
+    click.echo(f"{request.onnx}: {name} {dtype}, {made.nodes:,} nodes, weights {mib(made.weight_bytes)}{where}")
+
+
+@main.command()
+@click.argument("plan", type=PLAN)
 @click.option("--threads", type=int, help="Threads of a step. [default: the CPUs that this process may use]")
 def verify(plan: Path, threads: int | None) -> None:
     """Run a plan's goldens; exit 1 when its tokens are not those of the manifest."""

@@ -1,0 +1,114 @@
+"""Experts as ONNX: a loop over those that were chosen, each of which sees its own rows alone.
+
+Nothing is computed for an expert that no token chose, and one expert's weight at a time is widened to float32.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onnx import GraphProto, TensorProto, helper
+
+from planc.compiler.ir.graph import Node
+from planc.compiler.onnx_export.emitter import Emitter
+from planc.compiler.onnx_export.structure import within
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A node's values: `rows` f32[.., K], of which `slots` chosen experts in a row share one; `chosen` i32[T * k]."""
+
+    chosen: str
+    active: str
+    rows: str
+    slots: int
+    weight: str
+    dtype: str
+    scales: str | None
+    bias: str | None
+
+
+def expert_linear(e: Emitter, n: Node) -> Sequence[str]:
+    return (_experts(e, n, None, n.inputs[3:]),)
+
+
+def qexpert_linear(e: Emitter, n: Node) -> Sequence[str]:
+    return (_experts(e, n, n.inputs[3], n.inputs[4:]),)
+
+
+def _experts(e: Emitter, n: Node, scales: str | None, bias: Sequence[str]) -> str:
+    """y[t, j] = x[t, (j)] @ w[ids[t, j]].T (+ b): rows go to their experts, and what these make goes to its place."""
+    x, ids, w = n.inputs[:3]
+    experts, size, width = (int(d) for d in e.type(w).shape)
+    k = int(e.type(ids).shape[-1])
+    chosen = _chosen(e, ids, k)
+    call = _Call(
+        chosen=chosen,
+        active=_active(e, chosen, experts),
+        rows=e.op("Reshape", e.value(x), e.ints(-1, width)),
+        slots=k if len(e.type(x).shape) == 2 else 1,
+        weight=e.value(w),
+        dtype=e.type(w).dtype,
+        scales=e.value(scales) if scales else None,
+        bias=e.wide(bias[0]) if bias else None,
+    )
+    y, at = _loop(e, call, size)
+    shape = e.op("Concat", e.op("Shape", chosen), e.ints(size), axis=0)
+    placed = e.op("ScatterND", e.op("ConstantOfShape", shape), e.op("Unsqueeze", at, e.ints(-1)), y)
+    return e.op("Reshape", placed, e.ints(-1, k, size))
+
+
+def _chosen(e: Emitter, ids: str, k: int) -> str:
+    """The expert of each slot of each token; one list for all tokens is repeated."""
+    given = e.value(ids)
+    if len(e.type(ids).shape) == 1:
+        given = e.op("Expand", given, e.op("Concat", e.length(), e.ints(k), axis=0))
+    return e.op("Reshape", given, e.ints(-1))
+
+
+def _active(e: Emitter, chosen: str, experts: int) -> str:
+    """int64[n]: the experts that some slot chose, in order; an id that is none of them is left out."""
+    aside = e.op("Where", within(e, chosen, experts), chosen, e.const(experts, "i32"))
+    ones = e.op("Expand", e.const(1.0), e.op("Shape", chosen))
+    seen = e.op("ScatterElements", e.op("ConstantOfShape", e.ints(experts + 1)), aside, ones, axis=0)
+    kept = e.op("Slice", seen, e.ints(0), e.ints(experts), e.ints(0))
+    return e.op("Reshape", e.op("NonZero", kept), e.ints(-1))
+
+
+def _loop(e: Emitter, call: _Call, size: int) -> tuple[str, str]:
+    """What the experts make, f32[slots, N] expert by expert, and the slots that it belongs to, int64[slots].
+
+    Both are gathered in sequences, which start with nothing of the right shape: an empty one cannot be joined.
+    """
+    made = e.op("SequenceConstruct", e.op("ConstantOfShape", e.ints(0, size)))
+    places = e.op("SequenceConstruct", e.ints())
+    count = e.op("Size", call.active)
+    made, places = e.ops("Loop", 2, count, "", made, places, body=_body(e.body(), call))
+    return e.op("ConcatFromSequence", made, axis=0), e.op("ConcatFromSequence", places, axis=0)
+
+
+def _body(e: Emitter, call: _Call) -> GraphProto:
+    """One expert: its rows, their product with its weight."""
+    turn, go, made, places = (e.name(name) for name in ("turn", "go", "made", "places"))
+    expert = e.op("Gather", call.active, turn)
+    mine = e.op("Equal", call.chosen, e.cast(expert, "i32"))
+    at = e.op("Reshape", e.op("NonZero", mine), e.ints(-1))
+    row = e.op("Div", at, e.const(call.slots, "i64")) if call.slots > 1 else at
+    bias = [e.op("Gather", call.bias, expert)] if call.bias else []
+    y = e.op("Gemm", e.op("Gather", call.rows, row), _weight(e, call, expert), *bias, transB=1)
+    results = [e.op("Identity", go), e.op("SequenceInsert", made, y), e.op("SequenceInsert", places, at)]
+    sequences = [(TensorProto.FLOAT, made, results[1]), (TensorProto.INT64, places, results[2])]
+    inputs = [helper.make_tensor_value_info(turn, TensorProto.INT64, ())]
+    inputs += [helper.make_tensor_value_info(go, TensorProto.BOOL, ())]
+    inputs += [helper.make_tensor_sequence_value_info(name, kind, None) for kind, name, _ in sequences]
+    outputs = [helper.make_tensor_value_info(results[0], TensorProto.BOOL, ())]
+    outputs += [helper.make_tensor_sequence_value_info(name, kind, None) for kind, _, name in sequences]
+    return helper.make_graph(e.nodes, "expert", inputs, outputs)
+
+
+def _weight(e: Emitter, call: _Call, expert: str) -> str:
+    w = e.op("Gather", call.weight, expert)
+    if call.dtype != "f32":
+        w = e.cast(w, "f32")
+    if call.scales is None:
+        return w
+    return e.op("Mul", w, e.op("Unsqueeze", e.op("Gather", call.scales, expert), e.ints(-1)))
