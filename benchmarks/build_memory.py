@@ -58,9 +58,7 @@ def generate(folder: Path, gigabytes: float, shards: int = 3) -> dict[str, tuple
 
 
 def write_config(folder: Path, layers: int) -> None:
-    """config.json of the generated model, and a byte-level tokenizer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
+    """config.json of the generated model, and a tokenizer."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN,
         "intermediate_size": INTERMEDIATE, "num_hidden_layers": layers, "num_attention_heads": HEADS,
@@ -68,6 +66,13 @@ def write_config(folder: Path, layers: int) -> None:
         "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer without merges."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
