@@ -19,6 +19,7 @@ from planc.compiler.coverage.check import CRASHED, Row, check
 from planc.compiler.coverage.types import ModelType
 
 LIMIT = 300.0  # seconds of one type
+_GRACE = 10.0  # seconds to end by itself, once its row is here
 
 
 @dataclass
@@ -85,6 +86,7 @@ def _ended(running: list[_Job], limit: float) -> Iterator[Row]:
         seconds = time.monotonic() - job.start
         if job.answer in ready or job.process.sentinel in ready:
             row = _row(job, seconds)
+            job.process.join(_GRACE)
         elif seconds >= limit:
             row = Row(job.kind.name, CRASHED, f"no end after {limit:.0f} s", seconds=round(seconds, 1))
         else:
@@ -99,7 +101,7 @@ def _row(job: _Job, seconds: float) -> Row:
         if job.answer.poll(1):
             row: Row = job.answer.recv()
             return row
-    job.process.join(5)
+    job.process.join(_GRACE)
     lines = job.log.read_text(errors="replace").strip().splitlines() if job.log.exists() else []
     code = job.process.exitcode
     ended = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
