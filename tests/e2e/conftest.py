@@ -9,6 +9,7 @@ import pytest
 from planc.compiler.build import BuildRequest, build
 from planc.compiler.progress import Progress
 from tests.models import tiny
+from tests.moe import MOE
 
 BuildTiny = Callable[..., Path]
 
@@ -16,7 +17,7 @@ BuildTiny = Callable[..., Path]
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Callable[[str], Path]:
     """A tiny model folder by architecture."""
-    return cache(lambda arch: tiny(arch, tmp_path_factory.mktemp("model")))
+    return cache(lambda arch: tiny(arch, tmp_path_factory.mktemp("model"), **MOE.get(arch, {})))
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +28,7 @@ def plan(tmp_path_factory, model) -> BuildTiny:
     def make(arch: str, dtype: str = "f32", target: str = "cpu") -> Path:
         out = tmp_path_factory.mktemp("plan") / f"{arch}-{dtype}"
         request = BuildRequest(
-            str(model(arch)), out, dtype=dtype, target=target, max_num_seqs=16, max_num_batched_tokens=64,
+            str(model(arch)), out, dtype=dtype, target=target, max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64,
             reference="none",
         )  # fmt: skip
         with Progress(quiet=True) as progress:

@@ -12,14 +12,20 @@ CASES = [
     ("llama", "bf16"),
     ("llama", "int8"),
     ("gemma2", "bf16"),
-    ("mistral", "f32"),
-    ("gpt_neox", "f32"),
+    ("mistral", "f32"),  # sliding
+    ("gpt_neox", "f32"),  # parallel residual
+    ("mixtral", "bf16"),  # experts
+    ("mixtral", "int8"),
+    ("llama4_text", "f32"),  # chunked, experts
+    ("bloom", "bf16"),  # alibi
+    ("gpt2", "f32"),  # learned positions
+    ("deepseek_v3", "f32"),  # latent attention, experts
 ]
 
 
 def prompts_of(seed: int, lengths: list[int]) -> list[list[int]]:
     rng = np.random.default_rng(seed)
-    return [rng.integers(3, 330, n).tolist() for n in lengths]
+    return [rng.integers(4, 330, n).tolist() for n in lengths]
 
 
 @pytest.mark.parametrize(("arch", "dtype"), CASES)
