@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from planc.compiler import hooks, loops, regime
 from planc.compiler.anchor import anchored
+from planc.compiler.functional import functionalize
 from planc.compiler.refusal import refused, source_place
 from planc.compiler.source.base import NoAttentionInterface, most_positions, new_model, one_line
 from planc.compiler.source.bind import tied_names
@@ -222,11 +223,8 @@ def _is_model_code(frame: FrameType) -> bool:
 
 
 def _functional(program: ExportedProgram) -> ExportedProgram:
-    """The program without in-place ops. Decomposing costs as much as the export, so only models that need it pay."""
-    for node in program.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            return program.run_decompositions({})
-    return program
+    """The program without in-place ops. torch's own way costs more than the export, and is left for what is unusual."""
+    return program if functionalize(program) else program.run_decompositions({})
 
 
 def _check_dynamic(program: ExportedProgram, most: int) -> None:
