@@ -71,6 +71,7 @@ class Small:
 def _check(small: Small) -> float:
     model, graph = small.model, small.graph
     ids, positions = _prompt(model.config, small.traced.limit)
+    check_counting(model, ids)
     if not small.traced.numbers_tokens:
         if has_interface(model):
             check_local(model, ids, positions)
@@ -128,10 +129,12 @@ def _prompt(config: PretrainedConfig, limit: int) -> tuple[Tensor, Tensor]:
     return torch.randint(3, int(config.get_text_config().vocab_size), (1, tokens)), positions[None]
 
 
-def _run(model: nn.Module, ids: Tensor, positions: Tensor, **others: Any) -> Any:
+def _run(model: nn.Module, ids: Tensor, positions: Tensor | None, **others: Any) -> Any:
     """transformers' output. Without the mask of ones, gaps in positions would mean new sequences."""
     accepted = inspect.signature(model.forward).parameters
     given: dict[str, Any] = {"input_ids": ids, "use_cache": False} | others
+    if positions is None:
+        accepted = accepted.keys() - {"position_ids"}  # type: ignore[assignment]
     seen = ids.shape[1] + (0 if "past_key_values" not in others else _PREFIX)
     given |= {"attention_mask": torch.ones(1, seen, dtype=torch.long)} if "attention_mask" in accepted else {}
     given |= {"position_ids": positions} if "position_ids" in accepted else {}
@@ -141,10 +144,20 @@ def _run(model: nn.Module, ids: Tensor, positions: Tensor, **others: Any) -> Any
         raise refused(f"self-test: transformers' module does not run: {type(e).__name__}: {one_line(e)}") from e
 
 
-def _logits(model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+def _logits(model: nn.Module, ids: Tensor, positions: Tensor | None) -> Tensor:
     """transformers' logits [tokens, vocab]."""
     logits: Tensor = _run(model, ids, positions).logits
     return logits[0]
+
+
+def check_counting(model: nn.Module, ids: Tensor) -> None:
+    """Left to itself the model must count its tokens from 0, as the engine does."""
+    told = _logits(model, ids, torch.arange(ids.shape[1])[None])
+    if not _distance(_logits(model, ids, None), told) <= LOCAL_TOLERANCE:
+        raise refused(
+            "self-test: the model gives its tokens other positions than 0, 1, 2 ... when it is not told them, "
+            "which a plan does not do"
+        )
 
 
 def check_continues(model: nn.Module, ids: Tensor) -> None:
