@@ -6,6 +6,8 @@ window holds, at irregular positions (a constant shift is invisible to rotary). 
 
 import copy
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from planc.compiler import hooks, regime
 from planc.compiler.ir import interp
@@ -46,7 +49,7 @@ def self_test(config: PretrainedConfig, trust_remote_code: bool = False, limit: 
     `trust_remote_code` lets a config build a model from its own code; `limit` is the longest sequence to be served.
     PlancError names the finding: tokens that mix outside of attention, or logits that differ.
     """
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _quiet():
         torch.manual_seed(0)
         small = _small(config, trust_remote_code, limit)
         with regime.fixed(small.model, small.traced.limit):
@@ -57,6 +60,17 @@ def self_test(config: PretrainedConfig, trust_remote_code: bool = False, limit: 
                 except _UnsteadyError as e:  # chaotic weights hide an error behind rounding: smaller ones do not
                     unsteady = e
             raise unsteady
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers' advice about a config is for the user's own, not for a shrunk copy of it."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 @dataclass(frozen=True)
