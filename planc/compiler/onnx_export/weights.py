@@ -52,7 +52,7 @@ class Weights:
             if t.layout in PACKED:
                 yield from _unpacked(f, t)
             else:
-                yield from (_read(f, t.dtype, n) for n in _split(entry.nbytes // t.itemsize, _PIECE // t.itemsize))
+                yield from (_read(f, t.dtype, n) for n in _split(prod(self.shape(name)), max(1, _PIECE // t.itemsize)))
 
 
 def _unpacked(f: BinaryIO, t: TensorType) -> Iterator[np.ndarray]:

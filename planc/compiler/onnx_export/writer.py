@@ -37,11 +37,11 @@ class Layout:
         return bool(self.offsets)
 
 
-def layout(weights: Weights, graph: GraphProto, limit: int | None = None) -> Layout:
+def layout(weights: Weights, graph: GraphProto) -> Layout:
     """All in one file when that stays below the limit, else the large weights apart."""
     names = tuple(weights.types)
     total = graph.ByteSize() + sum(weights.nbytes(n) + len(n) + 64 for n in names)
-    if total <= (INLINE_LIMIT if limit is None else limit):
+    if total <= INLINE_LIMIT:
         return Layout(names, {})
     at, offsets = 0, {}
     for name in names:
