@@ -14,9 +14,11 @@ from planc.compiler.lift.call import Call, Lift
 from planc.compiler.lift.form import Complex, Form, Mask
 from planc.compiler.lift.layout import arrange
 from planc.compiler.lift.leaves import conserve, leaf
-from planc.compiler.lift.table import COMPLEX_RULES, MASK_VIEWS, MERGED, RULES, refusal_of
+from planc.compiler.lift.table import BY_PARTS, COMPLEX_RULES, MASK_VIEWS, MERGED, RULES, refusal_of
 from planc.compiler.refusal import refused
 from planc.compiler.traced import Traced
+
+_SHAPED_ALIKE = frozenset({torch.ops.aten.view_as.default, torch.ops.aten.expand_as.default})
 
 
 def lift(traced: Traced, recipes: Mapping[str, Recipe]) -> Graph:
@@ -72,18 +74,9 @@ def _lift_node(node: fx.Node, env: dict[fx.Node, Lift], builder: Builder, traced
 def _apply(call: Call, node: fx.Node, env: dict[fx.Node, Lift], builder: Builder, traced: Traced) -> Lift:
     """What the rule of the node's op makes; a rule that knows real tensors alone runs on both parts of complex ones."""
     pairs = {n: z for n in node.all_input_nodes if isinstance(z := env.get(n), Complex)}
-    if pairs and node.target in COMPLEX_RULES:
-        return COMPLEX_RULES[node.target](call)
-    if pairs:
-        parts = []
-        for name in ("real", "imag"):
-            real = env | {n: getattr(z, name) for n, z in pairs.items()}
-            parts.append(_apply(Call(node, real, builder, traced.symbols), node, real, builder, traced))
-        real_part, imag_part = parts
-        assert isinstance(real_part, Form)
-        assert isinstance(imag_part, Form)
-        return Complex(real_part, imag_part)
-    rule = RULES.get(node.target)
+    if pairs and node.target not in COMPLEX_RULES:
+        return _by_parts(call, node, pairs, env, builder, traced)
+    rule = (COMPLEX_RULES if pairs else RULES).get(node.target)
     if rule is None:
         known = call.evaluated()
         if known is not None:
@@ -95,6 +88,30 @@ def _apply(call: Call, node: fx.Node, env: dict[fx.Node, Lift], builder: Builder
     if call.unread is not None:
         raise call.fail(f"argument {call.unread} would be lost: the rule of this op does not read it")
     return made
+
+
+def _by_parts(
+    call: Call,
+    node: fx.Node,
+    pairs: Mapping[fx.Node, Complex],
+    env: dict[fx.Node, Lift],
+    builder: Builder,
+    traced: Traced,
+) -> Lift:
+    """An op that does the same to real and imaginary parts. PlancError for any other, and where real ones mix in."""
+    if node.target not in BY_PARTS:
+        raise call.fail("this op is not known for complex tensors")
+    others = (n.meta["val"] for n in node.all_input_nodes if n not in pairs)
+    real = any(isinstance(v, torch.Tensor) and v.dtype.is_floating_point for v in others)
+    if real and node.target not in _SHAPED_ALIKE:
+        raise call.fail("works on complex and real tensors at once")
+    parts = []
+    for name in ("real", "imag"):
+        own = env | {n: getattr(z, name) for n, z in pairs.items()}
+        parts.append(_apply(Call(node, own, builder, traced.symbols), node, own, builder, traced))
+    if isinstance(parts[0], tuple):
+        return tuple(Complex(a, b) for a, b in zip(*parts, strict=True))  # type: ignore[arg-type]
+    return Complex(*parts)  # type: ignore[arg-type]
 
 
 def _logits(node: fx.Node, env: Mapping[fx.Node, Lift], builder: Builder, traced: Traced) -> str:

@@ -21,7 +21,7 @@ from planc.compiler.refusal import refused
 from planc.compiler.traced import module_path, source_line, target_name
 from planc.errors import PlancError
 
-Lift = Form | Mask | Complex | tuple[Form, ...]
+Lift = Form | Mask | Complex | tuple[Form | Complex, ...]
 
 DTYPES = {
     torch.float32: "f32",
@@ -33,6 +33,7 @@ DTYPES = {
     torch.int8: "i8",
     torch.uint8: "u8",
     torch.bool: "f32",  # truth is 1.0 or 0.0
+    torch.complex64: "f32",  # each of its parts
 }
 _OWN_NAME = frozenset({"linear", "embedding", "layer_norm", "rms_norm"})  # named after their module alone
 
@@ -95,6 +96,10 @@ class Call:
         self._read.add(name)
         value = self._args.get(name, default)
         return self._size(value) if isinstance(value, (fx.Node, torch.SymInt)) else value
+
+    def sizes(self, name: str) -> list[Dim]:
+        """A list of sizes, as ints and symbols."""
+        return [self._size(d) for d in self.arg(name)]
 
     def implied(self, *names: str) -> None:
         """Says that the result's shape and dtype hold all that these arguments ask for."""

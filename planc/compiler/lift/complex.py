@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from planc.compiler.lift.call import Call
 from planc.compiler.lift.form import Complex, Form
-from planc.compiler.lift.pointwise import apply, pair
+from planc.compiler.lift.pointwise import Operand, apply, combine, pair
 from planc.compiler.lift.views import join, pick_one
 
 
@@ -55,3 +55,27 @@ def multiply(call: Call) -> Complex:
     real = pair(call, "sub", pair(call, "mul", a.real, b.real), pair(call, "mul", a.imag, b.imag))
     imag = pair(call, "add", pair(call, "mul", a.real, b.imag), pair(call, "mul", a.imag, b.real))
     return Complex(real, imag)
+
+
+def added(op: str) -> Callable[[Call], Complex]:
+    """A sum or a difference, of which one may be real."""
+
+    def rule(call: Call) -> Complex:
+        (a, i), (b, j) = _parts(call, "self"), _parts(call, "other")
+        return Complex(combine(call, op, a, b), combine(call, op, i, j))
+
+    return rule
+
+
+def _parts(call: Call, name: str) -> tuple[Operand, Operand]:
+    z = call.complex(name)
+    return (call.operand(name), 0.0) if z is None else (z.real, z.imag)
+
+
+def divide(call: Call) -> Complex:
+    """A complex tensor by a real one."""
+    z, x = call.complex("self"), call.complex("other")
+    if z is None or x is not None:
+        raise call.fail("division by a complex tensor")
+    by = call.operand("other")
+    return Complex(combine(call, "div", z.real, by), combine(call, "div", z.imag, by))

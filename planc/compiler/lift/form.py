@@ -38,7 +38,7 @@ class Form:
     def known(name: str, type: TensorType, value: Any) -> "Form":
         """The form of a constant whose value (a torch tensor) is known; a single number is remembered."""
         form = Form.plain(name, type)
-        return replace(form, scalar=value.item()) if value.numel() == 1 else form
+        return replace(form, scalar=_number(value.item())) if value.numel() == 1 else form
 
     @property
     def has_rows(self) -> bool:
@@ -61,6 +61,11 @@ class Form:
         """The tensor broadcast to `dims`, aligned at the last axis."""
         axes = (None,) * (len(dims) - len(self.axes)) + self.axes
         return replace(self, dims=tuple(dims), axes=axes)
+
+
+def _number(value: float) -> float:
+    """Truth as a number."""
+    return float(value) if isinstance(value, bool) else value
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,9 @@ def compare(op: str) -> Rule:
 
 
 def negate(call: Call) -> Form:
-    """not x, of a truth value."""
+    """not x, of a truth value; logical_not of a number asks whether it is zero."""
+    if "logical" in str(call.node.target) and not call.truth("self"):
+        return pair(call, "eq", call.form("self"), 0)
     return pair(call, "sub", 1.0, _truth(call, "self"))
 
 
@@ -111,10 +113,11 @@ def mish(call: Call) -> Form:
 
 
 def softplus(call: Call) -> Form:
-    """log(1 + exp(beta x)) / beta; torch gives x itself above a threshold, where the two agree in float32."""
-    call.implied("threshold")
-    beta = float(call.arg("beta", 1))
-    return pair(call, "div", apply(call, "softplus", pair(call, "mul", call.form("self"), beta)), beta)
+    """log(1 + exp(beta x)) / beta; torch gives x itself above a threshold, and from 20 on the two agree in float32."""
+    x, beta, threshold = call.form("self"), float(call.arg("beta", 1)), float(call.arg("threshold", 20))
+    scaled = pair(call, "mul", x, beta)
+    y = pair(call, "div", apply(call, "softplus", scaled), beta)
+    return y if threshold >= 20 else choose(call, pair(call, "gt", scaled, threshold), x, y)
 
 
 def log_sigmoid(call: Call) -> Form:
@@ -129,9 +132,15 @@ def divide(call: Call) -> Form:
         return combine(call, "floor_divide", a, b)
     if mode == "trunc" and call.dtype == "f32":
         return apply(call, "trunc", combine(call, "div", a, b))
-    if mode == "trunc":  # of indices, which are not negative
-        return combine(call, "floor_divide", a, b)
-    return combine(call, "div", a, b)
+    return _towards_zero(call, a, b) if mode == "trunc" else combine(call, "div", a, b)
+
+
+def _towards_zero(call: Call, a: Operand, b: Operand) -> Form:
+    """Of integers: one more than the floor where that is negative and something is left."""
+    low = combine(call, "floor_divide", a, b)
+    left = pair(call, "ne", combine(call, "remainder", a, b), 0)
+    more = pair(call, "mul", left, pair(call, "lt", low, 0))
+    return pair(call, "add", low, cast_to(call, more, call.dtype))
 
 
 def scaled_sum(op: str) -> Rule:

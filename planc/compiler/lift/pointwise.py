@@ -1,7 +1,7 @@
 """Rules of elementwise ops: in goes a call on broadcasting operands, out comes one op, spelled in one way only."""
 
 from collections.abc import Callable
-from math import isinf
+from math import inf, isfinite, isinf
 
 import torch
 
@@ -40,7 +40,14 @@ def cast_to(call: Call, x: Form, dtype: str) -> Form:
     if x.type.dtype == dtype:
         return x
     out = call.emit("cast", x.name, dtype=dtype)
-    return Form(out.name, out.type, x.dims, x.axes, x.scalar)
+    return Form(out.name, out.type, x.dims, x.axes, _rounded(x.scalar, dtype))
+
+
+def _rounded(number: float | None, dtype: str) -> float | None:
+    """A known number in another dtype; None where that takes rounding."""
+    if dtype == "f32" or number is None:
+        return number
+    return int(number) if dtype == "i32" and isfinite(number) else None
 
 
 def same(call: Call) -> Form:
@@ -75,6 +82,12 @@ def combine(call: Call, op: str, a: Operand, b: Operand) -> Form:
 
 def pair(call: Call, op: str, a: Operand, b: Operand) -> Form:
     """`op` of two operands that broadcast; a number becomes the attribute `scalar`, a neutral one leaves no op."""
+    if isinstance(a, Form) and isinstance(b, Form):
+        return _pair(call, op, a, b).expand(_broadcast(call, a.dims, b.dims))
+    return _pair(call, op, a, b)
+
+
+def _pair(call: Call, op: str, a: Operand, b: Operand) -> Form:
     b = _number(b)
     a = _number(a) if isinstance(b, Form) else a  # of two known numbers one stays a tensor
     if isinstance(a, Form) and isinstance(b, Form):
@@ -103,7 +116,7 @@ def _number_first(call: Call, op: str, a: int | float, x: Form) -> Form:
 
 
 def _number(x: Operand) -> Operand:
-    """A tensor of one known number as that number, unless its shape decides the result's."""
+    """A tensor of one known number as that number."""
     return x.scalar if isinstance(x, Form) and x.scalar is not None and not x.stored else x
 
 
@@ -168,13 +181,18 @@ def gelu(call: Call) -> Form:
 
 
 def clamp(call: Call) -> Form:
-    """clamp to numbers on either side."""
+    """clamp to numbers or tensors on either side."""
     x = own(call, "self")
-    for name, op in (("min", "maximum"), ("max", "minimum"), ("min_val", "maximum"), ("max_val", "minimum")):
-        bound = call.operand(name) if call.has(name) else None
-        if bound is not None and (isinstance(bound, Form) or not isinf(bound)):
-            x = pair(call, op, x, bound)
+    for name, op, neutral in (("min", "maximum", -inf), ("max", "minimum", inf)):
+        bound = call.operand(name) if call.has(name) else neutral
+        if bound != neutral:
+            x = pair(call, op, x, cast_to(call, bound, call.dtype) if isinstance(bound, Form) else bound)
     return x
+
+
+def hardtanh(call: Call) -> Form:
+    """clip(x, min_val, max_val), which are -1 and 1 unless said."""
+    return bounded(call, call.arg("min_val", -1), call.arg("max_val", 1))
 
 
 def bounded(call: Call, low: float, high: float) -> Form:

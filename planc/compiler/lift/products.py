@@ -37,8 +37,12 @@ def baddbmm(call: Call) -> Form:
 
 def product(call: Call, a: Form, b: Form, dims: tuple[Dim, ...]) -> Form:
     """a @ b, of shape `dims`."""
-    if len(a.dims) < 2 or len(b.dims) < 2:
-        raise call.fail(f"{a.dims} by {b.dims}: products of vectors are not supported")
+    if len(b.dims) == 1:
+        return _without(product(call, a, b.pick([0, None]), (*dims, 1)), -1)
+    if len(a.dims) == 1:
+        return _without(product(call, a.pick([None, 0]), b, (*dims[:-1], 1, dims[-1])), -2)
+    if isinstance(a.dims[-1], str):
+        raise call.fail(f"{a.dims} by {b.dims} sums over tokens outside of attention")
     if a.dims[-1] == 1 and len(a.dims) == len(b.dims):
         return pair(call, "mul", a, b)
     if b.dims[-1] == "T" and a.dims[-2] != "T":
@@ -49,6 +53,11 @@ def product(call: Call, a: Form, b: Form, dims: tuple[Dim, ...]) -> Form:
     if not b.has_rows and len(batch) == 1 and a.has_rows:
         return _each_head(call, a, b, batch[0], dims)
     return _activations(call, a, b, dims)
+
+
+def _without(x: Form, axis: int) -> Form:
+    """The tensor without an axis of size 1."""
+    return x.pick([i for i in range(len(x.dims)) if i != axis % len(x.dims)])
 
 
 def _swap(x: Form) -> Form:
@@ -104,7 +113,7 @@ def _vector(call: Call, name: str) -> str:
     form = call.form(name)
     if len(form.dims) != 1 or form.has_rows:
         raise call.fail(f"{name} of shape {form.dims}, expected a vector that does not depend on tokens")
-    return arrange(call, form, (0,))
+    return arrange(call, spread(call, form, [0]), (0,))
 
 
 def layer_norm(call: Call) -> Form:
@@ -123,7 +132,8 @@ def _norm(call: Call, op: str, eps: float) -> Form:
     x = call.form("input")
     if len(call.arg("normalized_shape")) != 1:
         raise call.fail(f"normalises over {call.arg('normalized_shape')}, expected the last axis alone")
-    order = feature_order(x, last=len(x.dims) - 1)
+    last = len(x.dims) - 1
+    x, order = spread(call, x, [last]), feature_order(x, last=last)
     inputs = [arrange(call, x, order)] + [_vector(call, n) for n in ("weight", "bias") if call.has(n)]
     out = call.emit(op, *inputs, eps=eps, **({"bias": True} if call.has("bias") else {}))
     return placed(out.name, out.type, x.dims, order)
@@ -180,6 +190,6 @@ def lookup(call: Call, table: Form, ids: Form) -> Form:
     if table.has_rows or not ids.has_rows or len(ids.stored) != 1:
         raise call.fail(f"looks {ids.dims} up in {table.dims}, expected one id for each token and a table of weights")
     order = [*range(len(table.dims))]
-    out = call.emit("embedding", arrange(call, table, order), arrange(call, ids, ids.stored))
+    out = call.emit("embedding", arrange(call, spread(call, table, order), order), arrange(call, ids, ids.stored))
     lead = len(ids.dims)
     return placed(out.name, out.type, call.dims, [ids.stored[0], *range(lead, lead + len(order) - 1)])

@@ -1,6 +1,6 @@
 """Rules of ops along one axis: in goes a call, out comes the op with that axis last in storage."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isinf
 
@@ -12,6 +12,7 @@ from planc.compiler.lift.call import Call
 from planc.compiler.lift.form import Form
 from planc.compiler.lift.layout import arrange, feature_order, placed, rows_first, spread
 from planc.compiler.lift.pointwise import apply, cast_to, pair
+from planc.compiler.lift.views import narrow
 
 Rule = Callable[[Call], Form]
 Rules = Callable[[Call], tuple[Form, ...]]
@@ -60,7 +61,7 @@ def _counted(call: Call, x: Form, axis: int) -> Form:
 def log_softmax(call: Call) -> Form:
     """log(softmax(x)), with the sum's logarithm subtracted."""
     call.implied("half_to_float", "dtype")
-    x = call.form("self")
+    x = cast_to(call, call.form("self"), "f32")
     axis = _axis(call, x)
     shifted = pair(call, "sub", x, _reduce(call, "amax", x, axis))
     total = _reduce(call, "sum", apply(call, "exp", shifted), axis)
@@ -114,7 +115,8 @@ def spread_of(root: bool) -> Rule:
     def rule(call: Call) -> Form:
         x = cast_to(call, call.form("self"), "f32")
         asked = call.arg("dim")
-        axes = [d % len(x.dims) for d in ([asked] if isinstance(asked, int) else asked or [])]
+        asked = [asked] if isinstance(asked, int) else asked or range(len(x.dims))
+        axes = [d % len(x.dims) for d in asked]
         given = call.arg("correction" if call.has("correction") else "unbiased")
         correction = 1 if given is None else float(given)
         count = 1
@@ -123,6 +125,8 @@ def spread_of(root: bool) -> Rule:
             if isinstance(size, str):
                 raise call.fail(f"works along the {size} axis, so tokens would mix outside of attention")
             count *= size
+        if count <= correction:
+            raise call.fail(f"the spread of {count} numbers, corrected by {correction}")
         mean = x
         for a in axes:
             mean = _reduce(call, "mean", mean, a)
@@ -155,7 +159,7 @@ def extreme(op: str) -> Rules:
     def rule(call: Call) -> tuple[Form, ...]:
         x = call.form("self")
         axis = _axis(call, x)
-        value = _reduce(call, op, x, axis)
+        value = cast_to(call, _reduce(call, op, cast_to(call, x, "f32"), axis), x.type.dtype)
         place = _place(call, x if op == "amax" else apply(call, "neg", x), axis)
         drop = [i for i in range(len(x.dims)) if i != axis]
         keep = call.arg("keepdim", False)
@@ -167,6 +171,8 @@ def extreme(op: str) -> Rules:
 def argmax(call: Call) -> Form:
     """Where the largest value lies."""
     x = call.form("self")
+    if call.arg("dim") is None and len(x.dims) != 1:
+        raise call.fail(f"looks for the largest of all axes of {x.dims} at once")
     axis = _axis(call, x)
     place = _place(call, x, axis)
     return place if call.arg("keepdim", False) else place.pick([i for i in range(len(x.dims)) if i != axis])
@@ -216,13 +222,27 @@ def gather(call: Call) -> Form:
 
 
 def take(call: Call, x: Form, index: Form, axis: int) -> Form:
-    """x along `axis` at `index`, whose other axes are x's."""
-    x = _feature(call, x, axis)
+    """x along `axis` at `index`, whose other axes are x's, or shorter."""
+    x = _cut(call, _feature(call, x, axis), [d if i == axis else e for i, (d, e) in _beside(x, index)])
     index = spread(call, index, [axis])
     lead = sorted({a for a in (*x.stored, *index.stored) if a != axis})
     order = [*rows_first(index.dims, lead), axis]
     out = call.emit("gather", arrange(call, x, order), arrange(call, index, order))
     return placed(out.name, out.type, index.dims, order)
+
+
+def _beside(x: Form, other: Form) -> "enumerate[tuple[Dim, Dim]]":
+    return enumerate(zip(x.dims, other.dims, strict=True))
+
+
+def _cut(call: Call, x: Form, dims: Sequence[Dim]) -> Form:
+    """The first elements of each axis, as many as `dims` says."""
+    for axis, (size, wanted) in enumerate(zip(x.dims, dims, strict=True)):
+        if size != wanted:
+            if isinstance(size, str) or isinstance(wanted, str):
+                raise call.fail(f"takes some of the {size} axis, so a row would depend on where in the step it lies")
+            x = narrow(call, x, axis, 0, wanted)
+    return x
 
 
 def scatter(call: Call) -> Form:
@@ -231,16 +251,20 @@ def scatter(call: Call) -> Form:
     add = "scatter_add" in str(call.node.target) or call.arg("reduce") in ("add", "sum")
     if call.arg("reduce") not in (None, "add", "sum"):
         raise call.fail(f"scatter that reduces by {call.arg('reduce')!r}")
-    call.implied("include_self")
-    axis = _axis(call, x)
-    whole = x.type.dtype
-    x = spread(call, cast_to(call, x, "f32"), sorted({axis, *index.stored}))
+    if not call.arg("include_self", True):
+        raise call.fail("scatter that forgets what was there")
+    axis, whole = _axis(call, x), x.type.dtype
+    if any(i != axis and d != e for i, (d, e) in _beside(x, index)):
+        raise call.fail(f"replaces elements of a part of {x.dims}, of {index.dims}")
+    source = call.operand("src" if call.has("src") else "value")
+    if isinstance(source, Form):
+        source = spread(call, _cut(call, cast_to(call, source, "f32"), index.dims), [axis])
+    varying = source.stored if isinstance(source, Form) else []
+    x = spread(call, _feature(call, cast_to(call, x, "f32"), axis), sorted({*index.stored, *varying}))
     index = spread(call, index, [axis])
     order = [*rows_first(x.dims, [a for a in x.stored if a != axis]), axis]
     inputs, attrs = [arrange(call, x, order), arrange(call, index, order)], {"add": True} if add else {}
-    source = call.operand("src" if call.has("src") else "value")
     if isinstance(source, Form):
-        source = spread(call, cast_to(call, source, "f32"), [axis])
         inputs.append(arrange(call, source, order))
     out = call.emit("scatter", *inputs, **attrs, **({} if isinstance(source, Form) else {"scalar": float(source)}))
     return cast_to(call, placed(out.name, out.type, x.dims, order), whole)

@@ -50,7 +50,7 @@ _POINTWISE: dict[Target, Rule] = {
     _A.clamp.Tensor: p.clamp,
     _A.clamp_min.Tensor: p.clamp,
     _A.clamp_max.Tensor: p.clamp,
-    _A.hardtanh.default: p.clamp,
+    _A.hardtanh.default: p.hardtanh,
     _A.add.Tensor: p.binary("add"),
     _A.add.Scalar: p.binary("add"),
     _A.sub.Tensor: p.binary("sub"),
@@ -133,6 +133,7 @@ _VIEWS: dict[Target, Rule] = {
     _A.swapaxes.default: v.transpose,
     _A.t.default: v.flip_axes,
     _A.numpy_T.default: v.flip_axes,
+    _A.mT.default: v.transpose_last,
     _A.permute.default: v.permute,
     _A.movedim.int: v.movedim,
     **{o: v.expand for o in (_A.expand.default, _A.expand_as.default, _A.broadcast_to.default)},
@@ -240,20 +241,30 @@ RULES: Mapping[Target, Rule] = {
     **_POINTWISE, **_LOGIC, **_VIEWS, **_ROWS, **_PRODUCTS, **_TOKENS, **_COMPLEX,
 }  # fmt: skip
 
-# Ops that know complex tensors; any other op works on both parts.
+# Ops that know complex tensors.
 COMPLEX_RULES: Mapping[Target, Rule] = {
     _A.view_as_real.default: z.view_as_real,
     _A.real.default: z.part("real"),
     _A.imag.default: z.part("imag"),
     _A.mul.Tensor: z.multiply,
+    _A.add.Tensor: z.added("add"),
+    _A.sub.Tensor: z.added("sub"),
+    _A.div.Tensor: z.divide,
 }
+
+# Ops that do to a complex tensor what they do to its real and its imaginary part.
+BY_PARTS = frozenset(
+    {*_VIEWS, _A.neg.default, _A.mul.Scalar, _A.div.Scalar, _A.mean.dim, _A.sum.dim_IntList, _A.index.Tensor}
+    | {_A.index_select.default, _A.gather.default}
+    | {o for o, rule in RULES.items() if rule in (p.same, c.cast)}
+) - {_A.pad.default, _A.constant_pad_nd.default}
 
 # Views that leave an attention mask what it is.
 MASK_VIEWS = frozenset({o for o, rule in RULES.items() if rule in (c.cast, p.same, v.slice_, v.expand)})
 
 # Ops whose rules go by no axis but the last, so that tokens merged with another axis may be two axes to them.
-MERGED = frozenset({*_POINTWISE, *_LOGIC, _A.linear.default, _A.repeat.default, _A.repeat_interleave.self_int}) | {
-    o for o, rule in RULES.items() if rule is v.view
+MERGED = frozenset({*_POINTWISE, *_LOGIC, _A.linear.default, _A.repeat_interleave.self_int}) | {
+    o for o, rule in RULES.items() if rule in (v.view, v.repeat)
 }
 
 # Ops that are refused for what they do to tokens, with the reason.

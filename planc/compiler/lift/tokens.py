@@ -83,6 +83,7 @@ def expert_linear(call: Call) -> Form:
     x, ids, w = call.form("x"), call.form("ids"), call.form("weight")
     order = [0, 2, 1] if call.arg("transposed") else [0, 1, 2]
     x = spread(call, x, list(range(1, len(x.dims))))
+    ids = spread(call, ids, [0, 1])
     inputs = [arrange(call, x, list(range(len(x.dims)))), arrange(call, ids, (0, 1)), arrange(call, w, order)]
     if call.has("bias"):
         inputs.append(arrange(call, call.form("bias"), (0, 1)))
@@ -110,6 +111,8 @@ def made(call: Call) -> Form:
     value = 0 if "zeros" in name or "empty" in name else 1
     if "full" in name or "fill" in name or "scalar_tensor" in name:
         value = call.arg("s" if "scalar_tensor" in name else "value" if call.has("value") else "fill_value")
+    if isinstance(value, str):
+        raise call.fail(f"makes a value of {value}, the number of tokens in the step")
     return call.constant(torch.full((), value, dtype=call.node.meta["val"].dtype)).expand(call.dims)
 
 

@@ -53,6 +53,13 @@ def flip_axes(call: Call) -> Form:
     return x.pick(list(reversed(range(len(x.dims)))))
 
 
+def transpose_last(call: Call) -> Form:
+    """The property mT: the last two axes swapped."""
+    x = call.form("self")
+    rank = len(x.dims)
+    return x.pick([*range(rank - 2), rank - 1, rank - 2])
+
+
 def permute(call: Call) -> Form:
     """The axes in a new order."""
     x = call.form("self")
@@ -82,8 +89,9 @@ def broadcast(call: Call) -> tuple[Form, ...]:
 
 def repeat(call: Call) -> Form:
     """repeat: an axis of size 1 is expanded, another one joined with itself."""
-    repeats = call.arg("repeats")
+    asked = call.sizes("dims" if call.has("dims") else "repeats")
     x = call.form("self")
+    repeats: list[Dim] = [*[1] * (len(x.dims) - len(asked)), *asked]
     x = x.expand((1,) * (len(repeats) - len(x.dims)) + x.dims)
     if times := next((n for n, d in zip(repeats, x.dims, strict=True) if n != 1 and isinstance(d, str)), 0):
         if repeats.count(1) != len(repeats) - 1:
@@ -98,6 +106,8 @@ def repeat(call: Call) -> Form:
             continue
         if x.dims[axis] == 1:
             x = x.expand([times if i == axis else d for i, d in enumerate(x.dims)])
+        elif isinstance(times, str):
+            raise call.fail(f"repeats an axis of {x.dims[axis]} once for each token, which no packed step can hold")
         else:
             x = join(call, [x] * times, axis)
     return x
@@ -105,8 +115,11 @@ def repeat(call: Call) -> Form:
 
 def repeat_interleave(call: Call) -> Form:
     """Each element of an axis repeated in place: a new axis after it, expanded and merged."""
-    x, times = call.form("self"), call.arg("repeats")
-    axis = _axis(call.arg("dim"), len(x.dims))
+    call.implied("output_size")
+    x, times, dim = call.form("self"), call.arg("repeats"), call.arg("dim")
+    if dim is None:
+        raise call.fail("repeats the elements of all axes at once, tokens among them")
+    axis = _axis(dim, len(x.dims))
     order: list[int | None] = list(range(len(x.dims)))
     order.insert(axis + 1, None)
     wide = x.pick(order)
@@ -124,6 +137,8 @@ def slice_(call: Call) -> Form:
         return x
     if isinstance(size, str):
         raise call.fail(f"takes some of the {size} axis, so a row would depend on where in the step it lies")
+    if isinstance(start, str) or isinstance(stop, str):
+        raise call.fail(f"takes {start or 0}:{stop} of an axis of {size}, as many as the step has tokens")
     low, high, _ = slice(start, stop).indices(size)
     return narrow(call, x, axis, low, high) if step == 1 else _strided(call, x, axis, low, high, step)
 
@@ -279,7 +294,7 @@ def copy(call: Call) -> Form:
 
 def pad(call: Call) -> Form:
     """Axes of features grown by a constant at either end."""
-    x, sizes, value = call.form("self"), list(call.arg("pad")), call.arg("value", 0)
+    x, sizes, value = call.form("self"), list(call.arg("pad")), call.arg("value", 0) or 0
     for i in range(0, len(sizes), 2):
         axis = len(x.dims) - 1 - i // 2
         for size, first in ((sizes[i], True), (sizes[i + 1], False)):
@@ -306,8 +321,10 @@ def flip(call: Call) -> Form:
 
 def roll(call: Call) -> Form:
     """Axes of features turned around."""
-    x = call.form("self")
-    for shift, dim in zip(call.arg("shifts"), call.arg("dims"), strict=True):
+    x, shifts, dims = call.form("self"), call.arg("shifts"), call.arg("dims", [])
+    if len(shifts) != len(dims):
+        raise call.fail("turns all axes around as one, tokens among them")
+    for shift, dim in zip(shifts, dims, strict=True):
         axis = _axis(dim, len(x.dims))
         size = x.dims[axis]
         if isinstance(size, str):

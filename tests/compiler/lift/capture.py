@@ -13,6 +13,7 @@ from planc.compiler.ir.recipe import Recipe, load
 from planc.compiler.ir.verify import verify
 from planc.compiler.lift import lift
 from planc.compiler.trace import capture
+from planc.compiler.traced import Traced
 
 WIDTH = 24
 VOCAB = 40
@@ -34,12 +35,18 @@ class _Parts(nn.Module):
             "v": (WIDTH,),
             "v10": (10,),
             "h": (4, 6),
+            "heads": (4, 6, 5),
+            "experts": (3, 10, WIDTH),
+            "across": (3, WIDTH, 10),
+            "biases": (3, 10),
         }
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape)))
         self.register_buffer("freq", torch.linspace(0.01, 1.0, 6), persistent=False)
         self.register_buffer("bf16", torch.linspace(-1, 1, WIDTH).bfloat16(), persistent=False)
         self.register_buffer("number", torch.tensor(1.7), persistent=False)
+        self.register_buffer("places", torch.tensor([7, 0, -1, 3]), persistent=False)
+        self.register_buffer("turns", torch.polar(torch.ones(6), torch.linspace(0.1, 2.0, 6)), persistent=False)
 
 
 class _Step(nn.Module):
@@ -59,14 +66,20 @@ def recipes(model: nn.Module, dtype: str = "f32", prefix: str = "") -> dict[str,
 
 
 @cache
-def lifted(body: Body) -> Graph:
-    """The graph of a body (model, hidden [1, T, 24], positions [1, T]) -> [1, T, N], verified."""
+def traced(body: Body) -> Traced:
+    """The trace of a body (model, hidden [1, T, 24], positions [1, T]) -> [1, T, N]."""
     step = _Step(body)
     buffers = {name: b.clone() for name, b in step.model.named_buffers()}
     step = step.to("meta")
     with torch.no_grad():
-        traced = capture("body", step, buffers, tokens=9)
-    made = lift(traced, recipes(step.model))
+        return capture("body", step, buffers, tokens=9)
+
+
+@cache
+def lifted(body: Body) -> Graph:
+    """The graph of a body, verified, in a text form that reads back."""
+    trace = traced(body)
+    made = lift(trace, recipes(trace.module))
     verify(made, "lift")
     return made
 

@@ -219,7 +219,7 @@ def _with_rule(monkeypatch: pytest.MonkeyPatch, target: object, rule: Callable[[
 
 def test_a_rule_that_drops_the_bias_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_bias(call: Call) -> Form:
-        return products._linear(call, call.form("input"), call.form("weight"), None)
+        return products._linear(call, call.form("input"), call.form("weight"), None, call.dims)
 
     _with_rule(monkeypatch, torch.ops.aten.linear.default, without_bias)
     with pytest.raises(PlancError, match=r"q_proj .*argument bias would be lost"):
@@ -229,7 +229,7 @@ def test_a_rule_that_drops_the_bias_is_caught(monkeypatch: pytest.MonkeyPatch) -
 def test_a_bias_read_and_then_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_bias(call: Call) -> Form:
         call.implied("bias")
-        return products._linear(call, call.form("input"), call.form("weight"), None)
+        return products._linear(call, call.form("input"), call.form("weight"), None, call.dims)
 
     _with_rule(monkeypatch, torch.ops.aten.linear.default, without_bias)
     with pytest.raises(PlancError, match=r"parameter model.layers.0.self_attn.q_proj.bias is used .* lost"):

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from planc.errors import PlancError
-from tests.compiler.lift.capture import Body, both, lifted
+from tests.compiler.lift.capture import Body, both, lifted, traced
 
 F = torch.nn.functional
 
@@ -101,28 +100,34 @@ def test_spelling_is_normalised(name: str, expected: dict[str, int]) -> None:
     assert {op: count[op] for op in expected} == expected
 
 
-REFUSED: dict[str, tuple[Body, str]] = {
-    "unknown op": (lambda m, x, p: torch.cumsum(x, -1), r"aten\.cumsum\.default .*capture.*closed set.*linear"),
-    "mixes tokens by product": (lambda m, x, p: (x @ x.transpose(1, 2)) @ x, "only products with a weight matrix"),
-    "flattens tokens into features": (lambda m, x, p: x.view(1, -1, 12).view(1, -1, 24), "merges tokens"),
-    "takes the first token": (lambda m, x, p: x - x[:, :1], "T axis"),
-    "joins tokens": (lambda m, x, p: torch.cat([x, x], 1), "T|tokens"),
-    "averages tokens": (lambda m, x, p: x - x.mean(1, keepdim=True), "one axis of features"),
-    "numbers tokens": (
-        lambda m, x, p: x * torch.arange(x.shape[1], device=x.device)[None, :, None],
-        "numbers tokens by where they lie",
+# Tokens merged with another axis, [k T, ..], which is kept apart from theirs.
+MERGED: dict[str, Body] = {
+    "repeated whole": lambda m, x, p: (x[0].repeat(3, 1) * m.v).view(3, -1, 24).sum(0)[None],
+    "repeated in place": lambda m, x, p: (x[0].repeat_interleave(3, 0) + m.v).view(-1, 3, 24).sum(1)[None],
+    "through a layer": lambda m, x, p: F.linear(x[0].repeat(2, 1), m.w, m.v10).view(2, -1, 10).sum(0)[None],
+    "heads beside tokens": lambda m, x, p: (x.view(1, -1, 4, 6).view(-1, 6) * 2).view(1, -1, 24),
+    "heads before tokens": lambda m, x, p: (
+        (x.view(-1, 4, 6).transpose(0, 1).reshape(-1, 6) * 2).view(4, -1, 6).transpose(0, 1).reshape(1, -1, 24)
     ),
-    "alpha": (lambda m, x, p: torch.add(x, x, alpha=2), "argument alpha would be lost"),
-    "rounded division": (lambda m, x, p: torch.div(x, 2.0, rounding_mode="floor"), "closed set"),
-    "double precision": (lambda m, x, p: x.double().mul(2).float(), "float64"),
-    "norm over two axes": (lambda m, x, p: F.layer_norm(x.view(1, -1, 4, 6), (4, 6)).flatten(2), "last axis alone"),
+    "each with its own": lambda m, x, p: (
+        (x[0].repeat(2, 1).view(2, -1, 24) * torch.stack([x[0], -x[0]])).view(-1, 24).exp().view(2, -1, 24).sum(0)[None]
+    ),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_op_and_source_line(name: str) -> None:
-    body, message = REFUSED[name]
-    with pytest.raises(PlancError, match=message) as e:
-        lifted(body)
-    assert "capture.py:" in str(e.value)
-    assert "run it with transformers" in str(e.value)
+@pytest.mark.parametrize("name", MERGED)
+def test_tokens_merged_with_another_axis(name: str) -> None:
+    _, ours, theirs = both(MERGED[name])
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_numbers_its_tokens_gets_their_positions() -> None:
+    """Where a token lies in a whole sequence is its position; the gate asks whether the model goes on counting."""
+
+    def body(m: torch.nn.Module, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        return x * (torch.arange(x.shape[1], device=x.device)[None, :, None] if x.is_meta else p[..., None])
+
+    assert traced(body).numbers_tokens
+    _, ours, theirs = both(body)
+    np.testing.assert_allclose(ours, theirs)
+    assert not traced(BODIES["rotation"]).numbers_tokens
