@@ -67,6 +67,7 @@ def test_narrow_weights_and_cache_are_those_of_the_plan(plan, tmp_path: Path, ar
     """bfloat16 rounds keys and values: where float32 falls on either side of a half, one step of it is seen."""
     out = tmp_path / "model.onnx"
     exported(plan(arch, dtype), out)
+    onnx.checker.check_model(out, full_check=True)
     stored = {t.data_type for t in onnx.load(out).graph.initializer}
     assert (onnx.TensorProto.BFLOAT16 if dtype == "bf16" else onnx.TensorProto.INT8) in stored
     ids = np.random.default_rng(8).integers(4, 300, 75)

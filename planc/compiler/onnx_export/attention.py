@@ -81,20 +81,20 @@ def _weights(e: Emitter, scores: str, sinks: str | None, heads: int, group: int)
 def _index(e: Emitter, axis: int) -> str:
     """The tokens' numbers, int64[T, 1] of queries (axis 1) or [1, T] of keys (axis 0)."""
     zero, one = e.const(0, "i64"), e.const(1, "i64")
-    each = e.once("tokens/index", lambda: e.op("Range", zero, e.op("Squeeze", e.length()), one))
+    each = e.once("tokens/index", lambda: e.op("Range", zero, e.op("Squeeze", e.length()), one), common=True)
     name = "keys" if axis == 0 else "queries"
-    return e.once(f"tokens/{name}", lambda: e.op("Unsqueeze", each, e.ints(axis)))
+    return e.once(f"tokens/{name}", lambda: e.op("Unsqueeze", each, e.ints(axis)), common=True)
 
 
 def _distance(e: Emitter) -> str:
     """f32[T, T]: from the query back to the key, 0 or less."""
     q, k = _index(e, 1), _index(e, 0)
-    return e.once("tokens/distance", lambda: e.cast(e.op("Sub", k, q), "f32"))
+    return e.once("tokens/distance", lambda: e.cast(e.op("Sub", k, q), "f32"), common=True)
 
 
 def _mask(e: Emitter, kind: str, window: Any) -> str:
     """bool[T, T]: which keys a query sees, the same for every layer of that kind."""
-    return e.once(f"mask/{kind}{window or ''}", lambda: _visible(e, kind, e.const(window, "i64")))
+    return e.once(f"mask/{kind}{window or ''}", lambda: _visible(e, kind, e.const(window, "i64")), common=True)
 
 
 def _visible(e: Emitter, kind: str, window: str) -> str:

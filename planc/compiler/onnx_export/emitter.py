@@ -84,14 +84,14 @@ class Emitter:
         self.nodes.append(helper.make_node(kind, inputs, made, made[0], self._doc or None, **attrs))
         return made
 
-    def once(self, name: str, make: Callable[[], str]) -> str:
-        """The value of this name, made at the first call and shared by all."""
+    def once(self, name: str, make: Callable[[], str], *, common: bool = False) -> str:
+        """The value of this name, made at the first call and shared by all; a common one belongs to no module."""
         if name not in self._made:
-            label, self._label = self._label, name
+            before = self._label, self._doc
+            self._label, self._doc = name, "" if common else self._doc
             start = len(self.nodes)
-            made = make()
-            self._label = label
-            self._call(made, name, start)
+            self._call(make(), name, start)
+            self._label, self._doc = before
         return name
 
     def const(self, values: object, dtype: str = "f32") -> str:
@@ -117,7 +117,7 @@ class Emitter:
 
     def length(self) -> str:
         """int64[1]: the tokens of this call."""
-        return self.once("tokens/count", lambda: self.op("Shape", self._tokens))
+        return self.once("tokens/count", lambda: self.op("Shape", self._tokens), common=True)
 
     def truth(self, condition: str, dtype: str = "f32") -> str:
         """A boolean as 1 or 0."""
@@ -130,7 +130,7 @@ class Emitter:
         return self._truths.get(x) or self.op("Not", self.op("Equal", x, self.const(0.0)))
 
     def _constant(self, array: np.ndarray) -> str:
-        spelt = str(array.tolist()) if array.size <= _SPELT else sha256(array.tobytes()).hexdigest()[:16]
+        spelt = ",".join(map(str, array.flat)) if array.size <= _SPELT else sha256(array.tobytes()).hexdigest()[:16]
         name = f"const/{dtype_name(array.dtype)}{list(array.shape)}/{spelt}"
         if name not in self.shared.constants:
             kind = ELEMENT[dtype_name(array.dtype)]

@@ -10,7 +10,7 @@ from onnx import GraphProto, TensorProto, helper
 
 from planc.compiler.ir.graph import Node
 from planc.compiler.onnx_export.emitter import Emitter
-from planc.compiler.onnx_export.structure import within
+from planc.compiler.onnx_export.structure import known_inside, within
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,11 @@ def _experts(e: Emitter, n: Node, scales: str | None, bias: Sequence[str]) -> st
     x, ids, w = n.inputs[:3]
     experts, size, width = (int(d) for d in e.type(w).shape)
     k = int(e.type(ids).shape[-1])
-    chosen = _chosen(e, ids, k)
+    chosen = e.once(f"{e.value(ids)}/chosen", lambda: _chosen(e, ids, k))
+    active = e.once(f"{e.value(ids)}/active{experts}", lambda: _active(e, ids, chosen, experts))
     call = _Call(
         chosen=chosen,
-        active=_active(e, chosen, experts),
+        active=active,
         rows=e.op("Reshape", e.value(x), e.ints(-1, width)),
         slots=k if len(e.type(x).shape) == 2 else 1,
         weight=e.value(w),
@@ -65,13 +66,16 @@ def _chosen(e: Emitter, ids: str, k: int) -> str:
     return e.op("Reshape", given, e.ints(-1))
 
 
-def _active(e: Emitter, chosen: str, experts: int) -> str:
+def _active(e: Emitter, ids: str, chosen: str, experts: int) -> str:
     """int64[n]: the experts that some slot chose, in order; an id that is none of them is left out."""
-    aside = e.op("Where", within(e, chosen, experts), chosen, e.const(experts, "i32"))
+    size, at = experts, chosen
+    if not known_inside(e, ids, experts):
+        size, at = experts + 1, e.op("Where", within(e, chosen, experts), chosen, e.const(experts, "i32"))
     ones = e.op("Expand", e.const(1.0), e.op("Shape", chosen))
-    seen = e.op("ScatterElements", e.op("ConstantOfShape", e.ints(experts + 1)), aside, ones, axis=0)
-    kept = e.op("Slice", seen, e.ints(0), e.ints(experts), e.ints(0))
-    return e.op("Reshape", e.op("NonZero", kept), e.ints(-1))
+    seen = e.op("ScatterElements", e.op("ConstantOfShape", e.ints(size)), at, ones, axis=0)
+    if size > experts:
+        seen = e.op("Slice", seen, e.ints(0), e.ints(experts), e.ints(0))
+    return e.op("Reshape", e.op("NonZero", seen), e.ints(-1))
 
 
 def _loop(e: Emitter, call: _Call, size: int) -> tuple[str, str]:

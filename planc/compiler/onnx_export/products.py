@@ -98,7 +98,7 @@ def _angles(e: Emitter, table: str, positions: str) -> str:
     """[T, 1, R/2]: the table's rows of this call, the same for every layer."""
     at = e.value(positions)
     rows = e.wide(table)
-    return e.once(f"{e.value(table)}/{at}", lambda: e.op("Unsqueeze", e.op("Gather", rows, at), e.ints(1)))
+    return e.once(f"{e.value(table)}/{at}", lambda: e.op("Unsqueeze", e.op("Gather", rows, at), e.ints(1)), common=True)
 
 
 def _turn(e: Emitter, a: str, b: str, c: str, s: str) -> tuple[str, str]:

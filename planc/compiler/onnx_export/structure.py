@@ -96,7 +96,7 @@ def gather(e: Emitter, n: Node) -> Sequence[str]:
     """GatherElements wants the axes before the last to be those of the index, and every index inside."""
     x, index = (_spread(e, i, n) for i in n.inputs)
     size = int(e.type(n.inputs[0]).shape[-1])
-    if _inside(e, n.inputs[1], size):
+    if known_inside(e, n.inputs[1], size):
         return (e.op("GatherElements", x, index, axis=-1),)
     dtype = e.type(n.inputs[0]).dtype
     inside = within(e, index, size)
@@ -110,7 +110,7 @@ def scatter(e: Emitter, n: Node) -> Sequence[str]:
     source = _source(e, n, index)
     size = int(e.type(n.inputs[0]).shape[-1])
     reduction = "add" if dict(n.attrs).get("add") else "none"
-    if _inside(e, n.inputs[1], size):
+    if known_inside(e, n.inputs[1], size):
         return (e.op("ScatterElements", x, index, source, axis=-1, reduction=reduction),)
     aside = e.op("Where", within(e, index, size), index, e.const(size, "i32"))
     pads = [0] * len(n.out.type.shape)
@@ -150,7 +150,7 @@ def _spread(e: Emitter, name: str, n: Node) -> str:
 _VIEWS = frozenset({"reshape", "slice", "copy", "transpose", "expand", "take_rows"})
 
 
-def _inside(e: Emitter, name: str, size: int) -> bool:
+def known_inside(e: Emitter, name: str, size: int) -> bool:
     """Whether an index is known to be one of `size` places: it was found among no more."""
     n = e.graph.producers.get(name)
     while n is not None and n.op in _VIEWS:
