@@ -16,11 +16,14 @@ from planc.compiler.coverage.small import small
 FLAGS = re.compile(
     r"tie_word_embeddings|\w*bias|no_bias|use_parallel_residual|parallel_attn|alibi|multi_query|use_qk_norm"
     r"|new_decoder_architecture|\w*qk_layernorm|norm_topk_prob|scale_attn_\w+|do_layer_norm_before|scale_embedding"
-    r"|use_post_norm|apply_residual_connection_post_layernorm|rope_interleave|use_sandwich_norm"
+    r"|use_post_norm|apply_residual_connection_post_layernorm|rope_interleave|use_sandwich_norm|enable_moe_block"
+    r"|attention_k_eq_v|use_double_wide_mlp"
 )
 NOT_FLAGS = re.compile(r"classifier_bias|use_expert_bias")
 HEADS = ((4, 2), (4, 4), (4, 1), (6, 3), (2, 1))  # with the heads of keys and values
 HEAD_DIMS = (24, 16, 20, 40)
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+FUNCTIONS = ("gelu", "gelu_pytorch_tanh", "relu", "silu", "relu2")
 VOCABS = (331, 301, 277, 512)
 WINDOWS = (5, 3, 17, 300)  # shorter and longer than the prompt
 CHUNKS = (6, 16, 256)
@@ -42,7 +45,7 @@ def fields_of(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     base = small(model_type)
     table = {name: value for name, value in base.to_dict().items() if name not in base.attribute_map}
     made: dict[str, Any] = {}
-    for part in (_flags, _vocab, _windows, _heads, _layers):
+    for part in (_flags, _functions, _vocab, _windows, _heads, _layers):
         made |= part(draw, base, table)
     made |= _rotary(draw, table, {**table, **made})
     return {name: value for name, value in made.items() if table.get(name) != value}
@@ -51,6 +54,11 @@ def fields_of(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
 def _flags(draw: st.DrawFn, base: PretrainedConfig, table: Mapping[str, Any]) -> dict[str, Any]:
     names = [n for n, v in table.items() if isinstance(v, bool) and FLAGS.fullmatch(n) and not NOT_FLAGS.fullmatch(n)]
     return {name: draw(st.sampled_from((table[name], not table[name])), label=name) for name in names}
+
+
+def _functions(draw: st.DrawFn, base: PretrainedConfig, table: Mapping[str, Any]) -> dict[str, Any]:
+    names = [n for n in ACTIVATIONS if table.get(n) in FUNCTIONS]
+    return {n: draw(st.sampled_from((table[n], *FUNCTIONS)), label=n) for n in names}
 
 
 def _vocab(draw: st.DrawFn, base: PretrainedConfig, table: Mapping[str, Any]) -> dict[str, Any]:

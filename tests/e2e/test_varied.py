@@ -1,12 +1,14 @@
 """Compiled plans against transformers over configs that a generator draws; a failure names the smallest one."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from planc.compiler.coverage import headers
 from planc.compiler.coverage.check import BROKEN, OK, Row, check
 from planc.compiler.coverage.types import ModelType
 from tests.coverage_page import compiled
@@ -21,6 +23,14 @@ calm = settings(
     deadline=None, database=None, print_blob=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def parsed_headers() -> Iterator[None]:
+    """Every example has kernels of its own: compiling them is most of its time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", headers.command())
+        yield
 
 
 def hold(name: str, fields: dict[str, Any]) -> None:

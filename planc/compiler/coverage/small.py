@@ -71,6 +71,7 @@ _AT_MOST = ("n_group", "num_expert_group", "topk_group", "num_experts_per_tok") 
 _NUMBERS: tuple[tuple[str, float], ...] = (
     (r"\w*soft_?cap(ping)?", 3.0),
     (r"\w*limit", 0.8),
+    (r"(\w+_)?eps(ilon)?", 3e-3),
 )
 _NEUTRAL = re.compile(r"\w+_(multiplier|scaling|scale|scaling_factor)|route_scale|\w+_(alpha|beta)_factor")
 _WHOLE = re.compile(r"\w+_multiplier")  # an int of such a name counts channels
