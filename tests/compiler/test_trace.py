@@ -1,8 +1,10 @@
 """The tracer and its hooks: what a trace holds, that nothing is allocated, and every way in which it must refuse."""
 
+import inspect
 import resource
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +23,15 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 from transformers.modeling_utils import AttentionInterface
+from transformers.models.bloom import modeling_bloom
 from transformers.models.llama import modeling_llama
 
 from planc.compiler import hooks
+from planc.compiler.coverage.small import small as coverage
 from planc.compiler.ir.recipe import load
 from planc.compiler.ir.verify import verify
 from planc.compiler.lift import lift
-from planc.compiler.trace import trace
+from planc.compiler.trace import Step, capture, trace
 from planc.errors import PlancError
 from tests.models import config_of
 
@@ -182,6 +186,114 @@ def test_an_attention_without_mask_or_not_causal_is_refused(monkeypatch: pytest.
         _lift(small())
 
 
+# ---- models that take less
+
+
+@pytest.mark.parametrize("arch", ["bloom", "ctrl"])
+def test_a_step_gives_the_wanted_rows_of_models_that_take_less(arch: str) -> None:
+    model = AutoModelForCausalLM.from_config(coverage(arch), attn_implementation="eager").eval()
+    taken = {"position_ids", "logits_to_keep"} & inspect.signature(model.forward).parameters.keys()
+    step = Step(model)
+    assert (step.positioned, step.keeps) == ("position_ids" in taken, "logits_to_keep" in taken)
+    assert step.positioned == (arch != "bloom"), "its own alibi tells tokens apart"
+    ids, positions, rows = torch.tensor([[5, 9, 7, 30]]), torch.arange(4)[None], torch.tensor([3, 1])
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(step(ids, positions, rows), logits[:, rows])
+
+
+class _Bare(torch.nn.Module):
+    """A model that takes ids and gives all rows: neither positions nor wanted rows are known to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(9, 4))
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = True) -> Any:
+        assert not use_cache
+        return SimpleNamespace(logits=self.table[input_ids].exp())
+
+
+def test_a_model_that_knows_neither_positions_nor_rows_is_traced() -> None:
+    step = Step(_Bare())
+    assert (step.positioned, step.keeps) == (False, False)
+    traced = capture("bare", step.to("meta"), {}, tokens=9)
+    graph = lift(traced, {"table": load("table", "f32", (9, 4))})
+    assert [n.op for n in graph.nodes] == ["embedding", "exp", "take_rows"]
+    assert not traced.numbers_tokens
+
+
+# ---- numbers that a model's code makes, conditions on sizes
+
+
+def _mlp(monkeypatch: pytest.MonkeyPatch, body: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    original = modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: original(self, body(x)))
+
+
+def test_numbers_that_become_tensors_keep_their_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        x = x * torch.tensor(0.375, device=x.device) + torch.tensor(3, device=x.device, dtype=x.dtype)
+        return torch.where(x > torch.tensor(2, device=x.device), x, torch.tensor(-1.5, device=x.device))
+
+    _mlp(monkeypatch, body)
+    graph = _lift(small())
+    scalars = [dict(n.attrs).get("scalar") for n in graph.nodes if n.loc.endswith("mlp")]
+    assert [s for s in scalars if s in (0.375, 3.0, 2)] == [0.375, 3.0, 2]
+    values = [a.item() for a in graph.constants.values() if a.size == 1]
+    assert -1.5 in values
+
+
+def test_a_list_as_an_index_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    _mlp(monkeypatch, lambda x: x + x[:, :, [3, 0]].sum(-1, keepdim=True))
+    slices = [(n.attr("start"), n.attr("stop")) for n in _lift(small()).nodes if n.op == "slice" and "mlp" in n.loc]
+    assert slices == [(3, 4), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.tensor([1.0, 2.0], device=x.device)[:1],
+        lambda x: torch.as_tensor([1.0, 2.0], device=x.device)[:1],
+        lambda x: x.new_tensor([1.0, 2.0])[:1],
+    ],
+)
+def test_lists_that_become_tensors_on_the_models_device_are_refused(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """On meta they have no value: nothing must be made up in its place."""
+    _mlp(monkeypatch, lambda x: x * make(x))
+    with pytest.raises(PlancError, match=r"constant \S+ of the trace has no value|tracing stopped in"):
+        _lift(small())
+
+
+def test_a_condition_that_holds_for_every_size_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch cannot prove that T * T > T // 2; counts of every kind say so."""
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[1] * x.shape[1] > x.shape[1] // 2 else x * 3
+
+    _mlp(monkeypatch, body)
+    scalars = [dict(n.attrs).get("scalar") for n in _lift(small()).nodes if n.op == "mul" and n.loc.endswith("mlp")]
+    assert scalars[0] == 2
+
+
+@pytest.mark.parametrize(
+    "holds",
+    [
+        lambda n: n * n < 10**9,  # not for long steps
+        lambda n: n % 2 == 1 or n < 256,  # not for an even count beyond those that were tried first
+        lambda n: n * n > 4,  # not for two tokens
+    ],
+)
+def test_a_condition_that_holds_for_some_sizes_is_refused(
+    monkeypatch: pytest.MonkeyPatch, holds: Callable[[Any], bool]
+) -> None:
+    _mlp(monkeypatch, lambda x: x * 2 if holds(x.shape[1]) else x * 3)
+    with pytest.raises(PlancError, match=r"some token counts only|tracing stopped|tokens only"):
+        trace(small())
+
+
 # ---- refusals of the export
 
 
@@ -219,23 +331,17 @@ def test_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         trace(small())
 
 
-@pytest.mark.parametrize(
-    ("arch", "fields", "message"),
-    [
-        ("bloom", dict(n_layer=1), r"BloomForCausalLM \(model type bloom, module .*modeling_bloom\).*no position_ids"),
-        (
-            "mamba2",
-            dict(num_hidden_layers=1, num_heads=4, head_dim=32),
-            r"Mamba2ForCausalLM .*mamba2.modeling_mamba2\).*no position_ids",
-        ),
-        ("gpt_neo", dict(num_layers=2, attention_types=[[["global", "local"], 1]]), "attention interface"),
-    ],
-)
-def test_models_without_the_hooks_are_refused(arch: str, fields: dict[str, Any], message: str) -> None:
-    from transformers import AutoConfig
+@pytest.mark.parametrize("arch", ["mamba2", "rwkv"])
+def test_models_with_a_recurrent_state_are_refused(arch: str) -> None:
+    message = r"\w+ForCausalLM keeps a recurrent state beside keys and values .*run it with transformers"
+    with pytest.raises(PlancError, match=message):
+        trace(coverage(arch))
 
-    with pytest.raises(PlancError, match=f"(?s){message}.*run it with transformers"):
-        trace(AutoConfig.for_model(arch, hidden_size=64, vocab_size=99, **fields))
+
+def test_a_model_without_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_bloom.BloomBlock, "forward", lambda self, x, *args, **kwargs: (self.mlp(x, x), None))
+    with pytest.raises(PlancError, match="has no attention: neither transformers' interface nor a softmax over tokens"):
+        trace(coverage("bloom", n_layer=1))
 
 
 # ---- size
