@@ -86,13 +86,22 @@ def lifted(body: Body) -> Graph:
 
 def both(body: Body) -> tuple[Graph, np.ndarray, np.ndarray]:
     """The lifted graph, its result, and torch's, on a few rows at irregular positions."""
-    made, step = lifted(body), _Step(body)
+    made = lifted(body)
+    with torch.no_grad():
+        theirs = _Step(body)(*_inputs())[0].numpy()
+    return made, result(made), theirs
+
+
+def _inputs() -> tuple[Tensor, Tensor, Tensor]:
+    """ids, positions and rows."""
     ids = torch.randint(0, VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     positions = torch.tensor([[0, 1, 2, 4, 5, 9, 11, 12, 13, 20, 21, 30, 31]])
-    rows = torch.tensor([12, 0, 5, 5])
-    with torch.no_grad():
-        theirs = step(ids, positions, rows)[0].numpy()
-    return made, run(made, dict(step.model.named_parameters()), ids, positions, rows), theirs
+    return ids, positions, torch.tensor([12, 0, 5, 5])
+
+
+def result(made: Graph) -> np.ndarray:
+    """What the graph of a body gives, or one that passes made of it, where `both` asks."""
+    return run(made, dict(_Parts().named_parameters()), *_inputs())
 
 
 def run(made: Graph, parameters: Mapping[str, Tensor], ids: Tensor, positions: Tensor, rows: Tensor) -> np.ndarray:
