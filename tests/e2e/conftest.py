@@ -28,8 +28,8 @@ def plan(tmp_path_factory, model) -> BuildTiny:
     def make(arch: str, dtype: str = "f32", target: str = "cpu") -> Path:
         out = tmp_path_factory.mktemp("plan") / f"{arch}-{dtype}"
         request = BuildRequest(
-            str(model(arch)), out, dtype=dtype, target=target, max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64,
-            reference="none",
+            str(model(arch)), out, dtype=dtype, target=target, max_model_len=256, max_num_seqs=16,
+            max_num_batched_tokens=64, reference="none",
         )  # fmt: skip
         with Progress(quiet=True) as progress:
             build(request, progress)
