@@ -25,6 +25,7 @@ _NEUTRAL = frozenset(
 )
 _FEW, _MANY = 24, 16_000_000  # tokens of the first probe; elements of the scores of the second
 _HIDDEN = -5000.0  # below it a score counts as masked: some models add -10000
+_LARGE = 300.0  # scores of the second probe: a cap bends those
 _TOLERANCE = 1e-4
 
 
@@ -161,23 +162,26 @@ def _probe(anchor: fx.Node, scores: fx.Node, traced: Traced) -> Finding:
     """Scale, mask and slopes, by the answer to random scores; the mask again on many tokens, beyond small windows."""
     generator = torch.Generator().manual_seed(0)
 
-    def answer(tokens: int, given: Tensor) -> Tensor:
-        made = _Evaluator(traced, tokens, {scores: given}).value(anchor.args[0])
+    def answer(tokens: int, given: Tensor, token: int = 0) -> Tensor:
+        made = _Evaluator(traced, tokens, {scores: given}, token).value(anchor.args[0])
         return made.reshape(-1, tokens, tokens).double()
 
-    def visible(tokens: int) -> Tensor:
+    def visible(tokens: int) -> tuple[Tensor, Tensor]:
         shape = [tokens if isinstance(d, torch.SymInt) else d for d in scores.meta["val"].shape]
         zero, one = answer(tokens, torch.zeros(shape)), answer(tokens, torch.ones(shape))
-        return ((one - zero).abs() > 0) & (zero > _HIDDEN)
+        if tokens == _FEW and not torch.equal(zero, answer(tokens, torch.zeros(shape), token=1)):
+            raise _fail(anchor, "which keys a query sees depends on the tokens themselves")
+        return ((one - zero).abs() > 0) & (zero > _HIDDEN), zero[:, -1].clone()
 
-    few = visible(_FEW)
+    few, _ = visible(_FEW)
     if not bool((few == few[:1]).all()):
         raise _fail(anchor, "the heads of one layer see different keys")
     scale, bias = _affine(anchor, answer, scores, few, generator)
     heads = few.shape[0]
     many = max(_FEW, min(traced.limit, int((_MANY / heads) ** 0.5)))
-    kind, window = _mask_kind(anchor, visible(many)[0])
-    return Finding(scale, kind, window, _linear_bias(anchor, bias, few))
+    seen, last = visible(many)
+    kind, window = _mask_kind(anchor, seen[0])
+    return Finding(scale, kind, window, _linear_bias(anchor, bias, few, last, seen[0, -1]))
 
 
 def _affine(
@@ -186,7 +190,7 @@ def _affine(
     """(scale, what a score of zero gives [heads, T, T]); PlancError unless the answer is scale * score + that."""
     shape = [_FEW if isinstance(d, torch.SymInt) else d for d in scores.meta["val"].shape]
     zero = answer(_FEW, torch.zeros(shape))
-    one, two = torch.randn(shape, generator=generator), 3 * torch.randn(shape, generator=generator)
+    one, two = torch.randn(shape, generator=generator), _LARGE * torch.randn(shape, generator=generator)
     flat = [x.reshape(seen.shape).double() for x in (one, two)]
     scale = float(((answer(_FEW, one) - zero) / flat[0])[seen].median())
     expected = scale * flat[1] + zero
@@ -206,22 +210,27 @@ def _mask_kind(anchor: fx.Node, seen: Tensor) -> tuple[str, int]:
     raise _fail(anchor, "its mask is neither causal nor a sliding window")
 
 
-def _linear_bias(anchor: fx.Node, bias: Tensor, seen: Tensor) -> Tensor | None:
-    """Slopes f32[heads] when the bias is slope * (key - query) up to a constant a row, None when there is none."""
+def _linear_bias(anchor: fx.Node, bias: Tensor, seen: Tensor, last: Tensor, last_seen: Tensor) -> Tensor | None:
+    """Slopes f32[heads] when the bias is slope * (key - query) up to a constant a row, None when there is none.
+
+    `last` is the bias [heads, keys] of the last of many queries, and `last_seen` the keys that it sees.
+    """
     tokens = bias.shape[-1]
     relative = bias - bias.diagonal(dim1=1, dim2=2)[:, :, None]
     distance = (torch.arange(tokens)[None] - torch.arange(tokens)[:, None]).double()
     slopes = relative[:, 1, 0] / distance[1, 0]  # neighbours see each other under any window
-    if not torch.allclose(relative[seen], (slopes[:, None, None] * distance)[seen], rtol=1e-2, atol=1e-6):
+    far = slopes[:, None] * torch.arange(1 - last.shape[1], 1)
+    near = torch.allclose(relative[seen], (slopes[:, None, None] * distance)[seen], rtol=1e-2, atol=1e-6)
+    if not near or not torch.allclose((last - last[:, -1:])[:, last_seen], far[:, last_seen], rtol=1e-2, atol=1e-6):
         raise _fail(anchor, "the bias of its scores is not linear in the distance")
     return slopes.float() if float(slopes.abs().max()) > 1e-9 else None
 
 
 class _Evaluator:
-    """Values of a trace's nodes for one sequence of `tokens` tokens, with some nodes given."""
+    """Values of a trace's nodes for one sequence of `tokens` tokens, all alike, with some nodes given."""
 
-    def __init__(self, traced: Traced, tokens: int, given: Mapping[fx.Node, Any]) -> None:
-        self._traced, self._tokens, self._known = traced, tokens, dict(given)
+    def __init__(self, traced: Traced, tokens: int, given: Mapping[fx.Node, Any], token: int = 0) -> None:
+        self._traced, self._tokens, self._known, self._token = traced, tokens, dict(given), token
 
     def value(self, node: Any) -> Any:
         """The value of a node; PlancError where a parameter or a token decides it."""
@@ -253,7 +262,7 @@ class _Evaluator:
             return self._traced.buffers[node.name].value
         name = self._traced.inputs.get(node.name)
         if name == "ids":  # for its size alone: what depends on tokens passes through the scores
-            return torch.zeros(1, self._tokens, dtype=torch.long)
+            return torch.full((1, self._tokens), self._token)
         if name == "positions":
             return torch.arange(self._tokens)[None]
         raise refused(f"attention scores depend on {node.name} besides queries and keys")

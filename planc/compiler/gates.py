@@ -86,6 +86,8 @@ def _check(small: Small) -> float:
     model, graph = small.model, small.graph
     ids, positions = _prompt(model.config, small.traced.limit)
     check_counting(model, ids)
+    if not has_interface(model):
+        check_default(model, ids, positions)
     if not small.traced.numbers_tokens:
         if has_interface(model):
             check_local(model, ids, positions)
@@ -171,6 +173,23 @@ def check_counting(model: nn.Module, ids: Tensor) -> None:
         raise refused(
             "self-test: the model gives its tokens other positions than 0, 1, 2 ... when it is not told them, "
             "which a plan does not do"
+        )
+
+
+def check_default(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> None:
+    """What was traced, transformers' eager attention, must give what its default attention does, where they differ."""
+    if not model._supports_sdpa:
+        return
+    other = type(model)._from_config(copy.deepcopy(model.config), attn_implementation="sdpa").eval()
+    other.load_state_dict(model.state_dict())
+    for name, module in model.named_modules():
+        if "forward" in vars(module):  # a position module that answers for the longest sequence
+            other.get_submodule(name).forward = module.forward
+    error = _distance(_logits(other, ids, positions), _logits(model, ids, positions))
+    if not error <= LOCAL_TOLERANCE:
+        raise refused(
+            f"self-test: the eager attention of {type(model).__name__} and the one that transformers takes by default "
+            f"give logits {error:.1e} of the largest apart, so its code does not say what the model computes"
         )
 
 

@@ -165,6 +165,13 @@ def test_a_model_that_counts_from_another_number_is_found(monkeypatch: pytest.Mo
         gates.self_test(config_of("llama", num_hidden_layers=1))
 
 
+def test_a_model_whose_own_attentions_differ_is_found() -> None:
+    """falcon's eager attention adds its alibi twice, its default one once."""
+    with pytest.raises(PlancError, match=r"eager attention of FalconForCausalLM and the one .* by default give logits"):
+        gates.self_test(small("falcon", num_hidden_layers=1, alibi=True))
+    assert gates.self_test(small("falcon", num_hidden_layers=1, alibi=False)) <= 1e-5
+
+
 def test_nothing_differs_from_itself_by_not_a_number() -> None:
     nan = torch.tensor([float("nan")])
     assert not gates._distance(nan, nan) <= 1.0
