@@ -13,6 +13,7 @@ from planc.compiler.lift import lift, table
 from planc.compiler.trace import capture
 from planc.errors import PlancError
 from tests.compiler.lift.capture import recipes
+from tests.ops_page import EXAMPLE
 
 F = torch.nn.functional
 A = torch.ops.aten
@@ -203,6 +204,11 @@ def test_a_part_of_a_table_as_long_as_the_step_is_refused() -> None:
 @pytest.mark.parametrize("name", ["mode of pad", "bits"])
 def test_refused_in_whatever_form_torch_traces_it(name: str) -> None:
     assert "in mixer" in refusal(LOST[name][0])
+
+
+def test_the_page_of_ops_shows_a_refusal_as_it_is() -> None:
+    message = refusal(LOST["an unknown op"][0])
+    assert message.partition("): ")[2] == EXAMPLE.partition("): ")[2]
 
 
 # What a rule may leave to the traced result's own shape and dtype, or what changes no number.

@@ -1,5 +1,7 @@
 """Every entry of the lift's table: its op, lifted from a small function of tokens, against torch on random inputs."""
 
+import os
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -9,12 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from planc.compiler.ir.graph import Value
+from planc.compiler.lift import lift
+from planc.compiler.lift.call import Call
 from planc.compiler.lift.table import COMPLEX_RULES, RULES
 from planc.errors import PlancError
-from tests.compiler.lift.capture import both, traced
+from tests.compiler.lift.capture import both, recipes, traced
 from tests.compiler.lift.cases import complex as complex_
 from tests.compiler.lift.cases import logic, pointwise, products, rows, tokens, views
 from tests.compiler.lift.cases.common import Case, Cases
+from tests.ops_page import PAGE, page
 
 SECTIONS: dict[str, Cases] = {
     "pointwise": pointwise.CASES,
@@ -80,6 +86,25 @@ def test_lifted_op_equals_torch(name: str, op: Any) -> None:
     assert ours.shape == theirs.shape
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=5e-6)
     assert op in {n.target for n in traced(section).graph.nodes}, "the trace holds another op in its place"
+
+
+def test_the_page_of_ops_is_what_the_cases_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/ops.md. UPDATE_DOCS=1 rewrites it."""
+    emitted: dict[str, set[str]] = defaultdict(set)
+    original = Call.emit_many
+
+    def recording(self: Call, op: str, *inputs: str, **attrs: Any) -> tuple[Value, ...]:
+        emitted[str(self.node.target).split(".")[1]].add(op)
+        return original(self, op, *inputs, **attrs)
+
+    monkeypatch.setattr(Call, "emit_many", recording)
+    for name in SECTIONS:
+        trace = traced(_section(name))
+        lift(trace, recipes(trace.module))
+    text = page(emitted)
+    if os.environ.get("UPDATE_DOCS"):
+        PAGE.write_text(text, encoding="utf-8")
+    assert text == PAGE.read_text(encoding="utf-8")
 
 
 def test_every_entry_has_a_case() -> None:
