@@ -51,6 +51,18 @@ def test_attention_equals_torch(kind: str, size: int, sinks: bool) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+def test_views_and_casts_of_a_mask_leave_it_what_it_is() -> None:
+    def body(model: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
+        q, k, v = _heads(x)
+        tokens = x.shape[1]
+        mask = torch.ops.planc.mask(tokens, tokens, "sliding", 5, x.device)
+        mask = mask[:, :, :, :tokens].expand(1, 1, tokens, tokens).to(torch.float32).contiguous()
+        return hooks.attend(model, q, k, v, mask)[0].reshape(1, -1, 8)
+
+    (node,) = [n for n in lifted(body).nodes if n.op == "attention"]
+    assert (node.attr("kind"), node.attr("window")) == ("sliding", 5)
+
+
 def test_window_keyword_agrees_with_the_mask() -> None:
     (node,) = [n for n in lifted(_body("sliding", 5, window=5)).nodes if n.op == "attention"]
     assert (node.attr("kind"), node.attr("window"), node.attr("sinks")) == ("sliding", 5, True)

@@ -17,6 +17,7 @@ BODIES: dict[str, Body] = {
     "alpha": lambda m, x, p: torch.add(x, x, alpha=1),
     "one over sqrt": lambda m, x, p: x * (1.0 / torch.sqrt(x.abs() + 1)) + torch.reciprocal(x.abs() + 3),
     "powers": lambda m, x, p: x**2 + x * x + x.abs() ** 0.5 + (x.abs() + 1) ** -0.5 + x**3 + 1.5**x + (x + 9) ** -1,
+    "of a known number": lambda m, x, p: x * torch.special.gammaln(m.number) + m.number.long() // 2,
     "known number": lambda m, x, p: x * m.number + m.number,
     "broadcast parameters": lambda m, x, p: (x * m.v + m.v).view(1, -1, 4, 6).mul(m.h).add(m.h[:, :1]).flatten(2),
     "activations": lambda m, x, p: (
