@@ -163,7 +163,7 @@ def _probe(anchor: fx.Node, scores: fx.Node, traced: Traced) -> Finding:
     generator = torch.Generator().manual_seed(0)
 
     def answer(tokens: int, given: Tensor, token: int = 0) -> Tensor:
-        made = _Evaluator(traced, tokens, {scores: given}, token).value(anchor.args[0])
+        made = _Evaluator(anchor, traced, tokens, {scores: given}, token).value(anchor.args[0])
         return made.reshape(-1, tokens, tokens).double()
 
     def visible(tokens: int) -> tuple[Tensor, Tensor]:
@@ -229,8 +229,11 @@ def _linear_bias(anchor: fx.Node, bias: Tensor, seen: Tensor, last: Tensor, last
 class _Evaluator:
     """Values of a trace's nodes for one sequence of `tokens` tokens, all alike, with some nodes given."""
 
-    def __init__(self, traced: Traced, tokens: int, given: Mapping[fx.Node, Any], token: int = 0) -> None:
-        self._traced, self._tokens, self._known, self._token = traced, tokens, dict(given), token
+    def __init__(
+        self, anchor: fx.Node, traced: Traced, tokens: int, given: Mapping[fx.Node, Any], token: int = 0
+    ) -> None:
+        self._anchor, self._traced = anchor, traced
+        self._tokens, self._known, self._token = tokens, dict(given), token
 
     def value(self, node: Any) -> Any:
         """The value of a node; PlancError where a parameter or a token decides it."""
@@ -265,7 +268,8 @@ class _Evaluator:
             return torch.full((1, self._tokens), self._token)
         if name == "positions":
             return torch.arange(self._tokens)[None]
-        raise refused(f"attention scores depend on {node.name} besides queries and keys")
+        named = self._traced.parameters.get(node.name, (node.name,))[0]
+        raise _fail(self._anchor, f"its scores depend on {named} besides queries and keys")
 
 
 def _fail(anchor: fx.Node, why: str) -> Exception:

@@ -246,11 +246,11 @@ REFUSED: dict[str, tuple[bodies.Body, str]] = {
     ),
     "a parameter": (
         lambda m, x, p: _attend(x, lambda s: _causal(x, s + m.v[:4, None, None] * _distance(x))),
-        "scores depend on p_model_v besides queries and keys",
+        "scores depend on v besides queries and keys",
     ),
     "hidden states": (
         lambda m, x, p: _attend(x, lambda s: _causal(x, s * x[..., :1, None].transpose(1, 2))),
-        "scores depend on p_model_table besides queries and keys",
+        "scores depend on table besides queries and keys",
     ),
     "a bias that is not linear": (
         lambda m, x, p: _attend(x, lambda s: _causal(x, s - _distance(x).abs().sqrt())),
@@ -280,6 +280,7 @@ def test_what_is_no_attention_of_ours_is_refused_with_its_finding(name: str) -> 
     body, message = REFUSED[name]
     with pytest.raises(PlancError, match=message) as e:
         anchored(_traced(body))
+    assert "capture.py:" in str(e.value)
     assert "run it with transformers" in str(e.value)
 
 
