@@ -83,8 +83,9 @@ def _heads(draw: st.DrawFn, base: PretrainedConfig, table: Mapping[str, Any]) ->
     count, grouped = draw(st.sampled_from(HEADS), label="heads")
     size = draw(st.sampled_from(HEAD_DIMS), label="head size")
     made = {heads: count}
-    if isinstance(table.get(groups), int):
-        made[groups] = grouped
+    for name in (groups, "num_kv_heads"):
+        if isinstance(table.get(name), int):
+            made[name] = grouped
     if isinstance(table.get("head_dim"), int):
         made["head_dim"] = size
     elif isinstance(table.get(hidden), int):
