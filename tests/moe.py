@@ -20,7 +20,7 @@ _LOCAL: dict[str, Any] = dict(num_local_experts=4, num_experts_per_tok=2)
 _QWEN: dict[str, Any] = dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, num_hidden_layers=3, mlp_only_layers=[0]
 )
-_FACTORS = [1.0 + i / 10 for i in range(8)]
+_FACTORS = [1.0 + i / 10 for i in range(12)]
 MOE: dict[str, dict[str, Any]] = {
     "mixtral": _LOCAL,
     "qwen2_moe": _QWEN | dict(shared_expert_intermediate_size=48, decoder_sparse_step=1),

@@ -181,7 +181,7 @@ def test_models_that_do_not_fit_are_refused_by_name(model, tmp_path: Path) -> No
     (broken / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     refused(build(broken, out), 1, "model.layers.2.")
     (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 100}))
-    refused(build(broken, out), 1, "gate_proj", "96")
+    refused(build(broken, out), 1, "down_proj", "[64, 96], expected [64, 100]")
     (broken / "config.json").write_text(json.dumps(config | {"model_type": "quux"}))
     refused(build(broken, out), 1, "quux")
     (broken / "config.json").write_text(json.dumps(config))

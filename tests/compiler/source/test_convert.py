@@ -86,7 +86,7 @@ def test_experts_written_by_hand_are_stacked_by_number(tmp_path: Path) -> None:
     folder = saved("mixtral", tmp_path, num_local_experts=12)
     binding = check(folder)
     recipe = binding.recipe(f"{EXPERTS}.gate_up_proj")
-    assert infer(recipe).shape == (12, 2 * 96, 64)
+    assert infer(recipe).shape == (12, 2 * 112, 96)
     wanted = [f"model.layers.0.block_sparse_moe.experts.{e}.{part}.weight" for part in ("w1", "w3") for e in range(12)]
     assert list(recipe.loads) == wanted
 
@@ -182,7 +182,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     folder = saved("mixtral", tmp_path)
     edit(folder, lambda name, t: {} if "layers.0" in name and ".experts.2.w2" in name else {name: t})
     message = (
-        r"1 tensors have a shape .*layers.0.mlp.experts.down_proj \(3 tensors, .*experts.0.w2.weight\): \[3, 64, 96\]"
+        r"1 tensors have a shape .*layers.0.mlp.experts.down_proj \(3 tensors, .*experts.0.w2.weight\): \[3, 96, 112\]"
     )
     with pytest.raises(PlancError, match=message):
         bound(folder)
@@ -204,7 +204,7 @@ def test_unlike_experts_are_named(tmp_path: Path) -> None:
 
 def test_extra_experts_of_another_layer_are_unused(tmp_path: Path) -> None:
     """As deepseek_v3's layer for predicting further tokens, which transformers does not build."""
-    folder = saved("deepseek_v3", tmp_path)
+    folder = saved("deepseek_v3", tmp_path, num_hidden_layers=2)
     copied: Change = lambda name, t: {name: t, name.replace("layers.1", "layers.2"): t.clone()}  # noqa: E731
     edit(folder, lambda name, t: copied(name, t) if ".layers.1." in name else {name: t})
     unused = check(folder).unused

@@ -166,7 +166,8 @@ def old(config: dict[str, Any]) -> dict[str, Any]:
     """As transformers 4.3x wrote it: rope fields at the top, `type`, `torch_dtype`, no fields that came later."""
     rope = dict(config.pop("rope_parameters", {}))
     later = ("dtype", "layer_types", "attention_bias", "mlp_bias", "head_dim", "use_cache", "initializer_range")
-    kept = {k: v for k, v in config.items() if k not in later or (k == "head_dim" and v != 16)}
+    implied = config["hidden_size"] // config["num_attention_heads"]
+    kept = {k: v for k, v in config.items() if k not in later or (k == "head_dim" and v != implied)}
     scaling = {"type": kind, **rope} if (kind := rope.pop("rope_type", "default")) != "default" else None
     top = {k: rope.pop(k) for k in ("rope_theta", "partial_rotary_factor") if k in rope}
     if scaling is not None:
