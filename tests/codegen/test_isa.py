@@ -14,7 +14,7 @@ KV |= {"k_offset": 0, "v_offset": 4096, "kind": "sliding", "window": 9, "scale":
 PAGED = (f32("T", 6, 40), tensor("u8", "P", 8192), i32("S", "M"), i32("S1"), i32("T"))
 CASES = [
     case("linear", f32("T", 70), tensor("bf16", 100, 70, layout="n64k2")),
-    case("qlinear", f32("T", 70), tensor("i8", 100, 70, layout="n64k4"), f32(100), scheme="int8"),
+    case("qlinear", f32("T", 70), tensor("i8", 100, 70, layout="n64k4"), f32(100), scheme="int8-wo"),
     case("layer_norm", f32("T", 70), f32(70), f32(70), eps=1e-5, bias=True),
     case("act_mul", f32("T", 20), f32("T", 20), act="gelu"),
     case("act_mul", f32("T", 20), f32("T", 20), act="gelu_tanh"),
@@ -34,7 +34,7 @@ CASES = [
     case(
         "expert_linear", f32("T", 70), i32("T", 2), tensor("bf16", 4, 100, 70, layout="n64k2"), f32(4, 100), bias=True
     ),
-    case("qexpert_linear", f32("T", 70), i32("T", 2), tensor("i8", 4, 9, 70, layout="n64k4"), f32(4, 9), scheme="int8"),
+    case("qexpert_linear", f32("T", 70), i32("T", 2), tensor("i8", 4, 9, 70, layout="n64k4"), f32(4, 9), scheme="int8-wo"),
     case("weighted_sum", f32("T", 3, 70), f32("T", 3)),
 ]
 

@@ -14,7 +14,7 @@ IDS = np.array([0, 63, 64, 65, 127, 128, 129, 0], np.int32)
 def embedding(dtype: str, layout: str) -> Case:
     table = tensor(dtype, COUNT, WIDTH, layout=layout)
     if dtype == "i8":
-        return case("qembedding", table, f32(COUNT), i32("T"), scheme="int8")
+        return case("qembedding", table, f32(COUNT), i32("T"), scheme="int8-wo")
     return case("embedding", table, i32("T"))
 
 

@@ -17,7 +17,7 @@ def experts(dtype: str, e: int, n: int, k: int, slots: int, **extra) -> Case:
     types = [x, ids, tensor(dtype, e, n, k, layout=LAYOUTS[dtype])]
     bias = bool(extra.get("bias"))
     types += [f32(e, n)] * ((dtype == "i8") + bias)
-    attrs = {"scheme": "int8"} if dtype == "i8" else {}
+    attrs = {"scheme": "int8-wo"} if dtype == "i8" else {}
     return case(
         "qexpert_linear" if dtype == "i8" else "expert_linear", *types, **attrs, **({"bias": True} if bias else {})
     )
@@ -83,7 +83,7 @@ def test_bits_are_those_of_the_linear_layer(library: Library, dtype: str, tmp_pa
     e, slots = EXPERTS[dtype], 2
     n, k = e.types[2].shape[1:]
     one = case("qlinear" if dtype == "i8" else "linear", f32("T", k), tensor(dtype, n, k, layout=LAYOUTS[dtype]),
-               *([f32(n)] if dtype == "i8" else []), **({"scheme": "int8"} if dtype == "i8" else {}))  # fmt: skip
+               *([f32(n)] if dtype == "i8" else []), **({"scheme": "int8-wo"} if dtype == "i8" else {}))  # fmt: skip
     linear = Library([one], str(library.target), tmp_path)
     given = arrays(e, 40)
     given[1][:] = np.int32([1, 4])

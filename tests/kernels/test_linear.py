@@ -13,7 +13,7 @@ ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 13, 23, 24, 25, 48, 193, 200)
 def linear(dtype: str, n: int, k: int, *, bias: bool = False, x: str = "row", inner: int = 0) -> Case:
     types = [f32("T", inner, k) if inner else f32("T", k, layout=x), tensor(dtype, n, k, layout=LAYOUTS[dtype])]
     types += [f32(n)] * ((dtype == "i8") + bias)
-    attrs = {"scheme": "int8"} if dtype == "i8" else {}
+    attrs = {"scheme": "int8-wo"} if dtype == "i8" else {}
     return case("qlinear" if dtype == "i8" else "linear", *types, **attrs, **({"bias": True} if bias else {}))
 
 

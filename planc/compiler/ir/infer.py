@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from planc.compiler.ir.quant import SCHEMES
+from planc.compiler.ir.operands import check_parts, check_rows, operands
 from planc.compiler.ir.types import Attr, Dim, TensorType
 
 Attrs = Mapping[str, Attr]
@@ -164,20 +164,9 @@ def embedding(attrs: Attrs, types: Types) -> Out:
 
 
 def qembedding(attrs: Attrs, types: Types) -> Out:
-    """codes[N, K], scales[N] and ids i32[T] give f32[T, K]."""
-    codes, scales, ids = types
-    check_scheme(attrs, codes, scales)
-    return embedding(attrs, (codes, ids))
-
-
-def check_scheme(attrs: Attrs, codes: TensorType, scales: TensorType) -> None:
-    """Codes in the scheme's dtype, and a scale for each output channel."""
-    dtype = SCHEMES[str(attrs["scheme"])].dtype
-    want(codes.dtype == dtype, f"scheme {attrs['scheme']} has codes of {dtype}, got {codes}")
-    want(
-        scales == TensorType("f32", codes.shape[:-1]),
-        f"scales of {codes} must be f32{list(codes.shape[:-1])}, got {scales}",
-    )
+    """The parts of W[N, K] and ids i32[T] give f32[T, K]."""
+    check_parts(attrs, types[:-1])
+    return embedding(attrs, (types[0], types[-1]))
 
 
 def linear(attrs: Attrs, types: Types) -> Out:
@@ -191,14 +180,16 @@ def linear(attrs: Attrs, types: Types) -> Out:
 def _bias(attrs: Attrs, types: Types, at: int, n: Dim) -> None:
     has = bool(attrs.get("bias", False))
     want(len(types) == at + has, f"expected {at + has} inputs with bias={has}, got {len(types)}")
-    want(not has or types[at].shape == (n,), f"bias must have shape ({n},), got {types[-1]}")
+    want(not has or types[at].shape == (n,), f"bias must have shape ({n},), got {types[at:]}")
 
 
 def qlinear(attrs: Attrs, types: Types) -> Out:
-    """Like linear, with codes[N, K] and scales[N] in place of w."""
-    check_scheme(attrs, types[1], types[2])
-    _bias(attrs, types, 3, types[1].shape[0])
-    return linear({}, types[:2])
+    """Like linear, with the parts of W[N, K] in place of w; codes and scales of the rows in place of x."""
+    given = operands(attrs, types)
+    check_rows(attrs, given)
+    check_parts(attrs, given.parts)
+    _bias(attrs, given.others, 0, given.parts[0].shape[0])
+    return linear({}, (given.x, given.parts[0]))
 
 
 def add_norm(attrs: Attrs, types: Types) -> Out:
@@ -254,7 +245,16 @@ def kv_append(attrs: Attrs, types: Types) -> Out:
     for t, dim in ((k, attrs["k_dim"]), (v, attrs["v_dim"])):
         want(t.shape[1:] == (attrs["heads"], dim), f"kv_append: {t} is not [T, {attrs['heads']}, {dim}]")
     want(slots.shape == k.shape[:1] and kv.dtype == "u8", f"kv_append: slots {slots}, cache {kv}")
+    _cache("kv_append", attrs)
     return ()
+
+
+def _cache(op: str, attrs: Attrs) -> None:
+    """Elements of 8 bits have scales in the page, others have none."""
+    scaled = attrs["dtype"] in ("i8", "f8e4m3")
+    want(scaled or attrs["dtype"] in ("f32", "bf16"), f"{op}: no cache of {attrs['dtype']}")
+    for name in ("k_scale_offset", "v_scale_offset"):
+        want((name in attrs) == scaled, f"{op}: a cache of {attrs['dtype']} {'needs' if scaled else 'has no'} {name}")
 
 
 def paged(attrs: Attrs, types: Types) -> Out:
@@ -264,6 +264,7 @@ def paged(attrs: Attrs, types: Types) -> Out:
     want(int(q.shape[1]) % as_int(attrs["heads"]) == 0, f"paged_attention: {q} over {attrs['heads']} KV heads")
     want(table.shape[0] == "S" and start.shape == ("S1",), f"paged_attention: table {table}, query_start {start}")
     want(kv.dtype == "u8" and positions.shape == q.shape[:1], f"paged_attention: cache {kv}, positions {positions}")
+    _cache("paged_attention", attrs)
     _mask(attrs)
     _per_head("paged_attention", attrs, types[5:], q.shape[1])
     return (TensorType("f32", (*q.shape[:2], as_int(attrs["v_dim"]))),)

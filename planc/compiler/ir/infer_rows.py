@@ -1,6 +1,7 @@
 """Type rules of ops along the last axis, of products of two activations and of experts."""
 
-from planc.compiler.ir.infer import Attrs, Out, Types, as_int, broadcast, check_scheme, want
+from planc.compiler.ir.infer import Attrs, Out, Types, as_int, broadcast, want
+from planc.compiler.ir.operands import check_parts, check_rows, operands
 from planc.compiler.ir.types import Dim, TensorType
 
 
@@ -53,17 +54,20 @@ def expert_linear(attrs: Attrs, types: Types) -> Out:
 
 
 def qexpert_linear(attrs: Attrs, types: Types) -> Out:
-    """Like expert_linear, with codes[E, N, K] and scales[E, N] in place of w."""
-    codes = types[2]
-    check_scheme(attrs, codes, types[3])
-    _bias(attrs, types, 4, codes.shape[:2])
-    return (_experts(types[0], types[1], codes),)
+    """Like expert_linear, with the parts of W[E, N, K] in place of w; codes and scales of the rows in place of x."""
+    given = operands(attrs, types, experts=True)
+    check_rows(attrs, given)
+    check_parts(attrs, given.parts)
+    codes = given.parts[0]
+    _bias(attrs, given.others, 0, codes.shape[:2])
+    assert given.ids is not None
+    return (_experts(given.x, given.ids, codes),)
 
 
 def _bias(attrs: Attrs, types: Types, at: int, shape: tuple[Dim, ...]) -> None:
     has = bool(attrs.get("bias", False))
     want(len(types) == at + has, f"expected {at + has} inputs with bias={has}, got {len(types)}")
-    want(not has or types[at].shape == shape, f"bias of experts must have shape {shape}, got {types[-1]}")
+    want(not has or types[at].shape == shape, f"bias of experts must have shape {shape}, got {types[at:]}")
 
 
 def _experts(x: TensorType, ids: TensorType, w: TensorType) -> TensorType:

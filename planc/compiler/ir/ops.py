@@ -9,7 +9,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planc.compiler.ir import fused, infer, infer_rows, refs, refs_attention, refs_experts, refs_select
+from planc.compiler.ir import (
+    fused,
+    infer,
+    infer_rows,
+    operands,
+    refs,
+    refs_attention,
+    refs_experts,
+    refs_quant,
+    refs_select,
+)
 from planc.compiler.ir.types import Attr, TensorType
 
 Attrs = Mapping[str, Attr]
@@ -76,7 +86,7 @@ def _structural() -> list[Op]:
 
 _NORM = {"eps": True}
 _KV = {"layer": True, "heads": True, "k_dim": True, "v_dim": True, "block": True, "dtype": True}
-_KV |= {"k_offset": True, "v_offset": True, "page_bytes": True}
+_KV |= {"k_offset": True, "v_offset": True, "page_bytes": True, "k_scale_offset": False, "v_scale_offset": False}
 _MASK = {"scale": True, "kind": True, "window": True, "softcap": True, "layer": True}
 _HEADS = {"sinks": False, "alibi": False}
 
@@ -85,8 +95,9 @@ def _model() -> list[Op]:
     return [
         Op("embedding", infer.embedding, refs.embedding, {}, shard="vocab"),
         Op("linear", infer.linear, refs.linear, {"bias": False}, shard="linear"),
-        Op("qlinear", infer.qlinear, refs.qlinear, {"scheme": True, "bias": False}, shard="linear"),
-        Op("qembedding", infer.qembedding, refs.qembedding, {"scheme": True}, shard="vocab"),
+        Op("quantize_rows", operands.rows_types, refs_quant.quantize_rows, {"dtype": True}),
+        Op("qlinear", infer.qlinear, refs_quant.qlinear, {"scheme": True, "bias": False}, shard="linear"),
+        Op("qembedding", infer.qembedding, refs_quant.qembedding, {"scheme": True}, shard="vocab"),
         Op("rms_norm", infer.same, refs.rms_norm, _NORM, shard="replicate", inplace=0),
         Op("layer_norm", infer.same, refs.layer_norm, {**_NORM, "bias": False}, shard="replicate", inplace=0),
         Op("add_rms_norm", infer.add_norm, refs.add_rms_norm, _NORM, shard="replicate"),
@@ -104,7 +115,7 @@ def _experts() -> list[Op]:
     q = {"scheme": True, "bias": False}
     return [
         Op("expert_linear", infer_rows.expert_linear, refs_experts.expert_linear, {"bias": False}, shard="experts"),
-        Op("qexpert_linear", infer_rows.qexpert_linear, refs_experts.qexpert_linear, q, shard="experts"),
+        Op("qexpert_linear", infer_rows.qexpert_linear, refs_quant.qexpert_linear, q, shard="experts"),
         Op("weighted_sum", infer_rows.weighted_sum, refs_experts.weighted_sum, {}, shard="experts"),
     ]
 

@@ -1,8 +1,9 @@
 """Packed layouts of linear weights: in goes W[.., N, K], out come blocks of 64 output channels, padded with zeros.
 
 `n64` is [N/64][K][64], `n64k2` is [N/64][K/2][64][2], `n64k4` is [N/64][K/4][64][4]: the lane that a kernel reads holds
-neighbours in K of one output channel, as the dot-product instructions of the targets want them. A stack of matrices
-(experts) is packed one by one.
+neighbours in K of one output channel, as the dot-product instructions of the targets want them. `n64k8` is for codes of
+4 bits: [N/64][K/8][64][4] bytes, each with the code of an even k in its low half and that of the next in its high half.
+A stack of matrices (experts) is packed one by one.
 """
 
 from collections.abc import Sequence
@@ -12,36 +13,42 @@ import numpy as np
 from planc.compiler.ir.types import PACKED
 
 BLOCK = 64
+HALVES = "n64k8"
 
 
 def packed_shape(shape: Sequence[int], layout: str) -> tuple[int, ...]:
-    """[.., N/64, K/g, 64, g] of W[.., N, K] in `layout`, with g neighbours in K."""
+    """[.., N/64, K/g, 64, g] of W[.., N, K] in `layout`, with g neighbours in K; g/2 where two share a byte."""
     *stack, n, k = shape
     group = PACKED[layout]
-    return (*stack, -(-n // BLOCK), -(-k // group), BLOCK, group)
+    return (*stack, -(-n // BLOCK), -(-k // group), BLOCK, group // 2 if layout == HALVES else group)
 
 
 def pack(w: np.ndarray, layout: str) -> np.ndarray:
     """W[.., N, K] in `layout`, of shape `packed_shape`; N and K padded with zeros."""
     out = np.zeros(packed_shape(w.shape, layout), w.dtype)
     for at in np.ndindex(*w.shape[:-2]):
-        _pack(w[at], out[at])
+        _pack(w[at], out[at], PACKED[layout])
     return out
 
 
-def _pack(w: np.ndarray, out: np.ndarray) -> None:
-    blocks, groups, _, group = out.shape
+def _pack(w: np.ndarray, out: np.ndarray, group: int) -> None:
+    blocks, groups = out.shape[:2]
     k = w.shape[1]
     for b in range(blocks):  # one block at a time keeps the peak at one copy of the weight
         rows = w[b * BLOCK : (b + 1) * BLOCK]
         if k % group:
             rows = np.pad(rows, ((0, 0), (0, groups * group - k)))
-        out[b, :, : len(rows)] = rows.reshape(len(rows), groups, group).transpose(1, 0, 2)
+        lanes = rows.reshape(len(rows), groups, group).transpose(1, 0, 2)
+        out[b, :, : len(rows)] = lanes if out.shape[3] == group else lanes[..., ::2] | lanes[..., 1::2] << 4
 
 
 def unpack(packed: np.ndarray, shape: Sequence[int], layout: str) -> np.ndarray:
     """The inverse of `pack`: W of `shape` from its packed bytes, of any shape with the right element count."""
     *stack, n, k = shape
-    *_, blocks, groups, _, group = packed_shape(shape, layout)
-    wide = packed.reshape(*stack, blocks, groups, BLOCK, group).swapaxes(-3, -2)
+    *_, blocks, groups, _, size = packed_shape(shape, layout)
+    group = PACKED[layout]
+    lanes = packed.reshape(*stack, blocks, groups, BLOCK, size)
+    if layout == HALVES:
+        lanes = np.stack([lanes & 15, lanes >> 4], axis=-1).reshape(*lanes.shape[:-1], group)
+    wide = lanes.swapaxes(-3, -2)
     return np.ascontiguousarray(wide.reshape(*stack, blocks * BLOCK, groups * group)[..., :n, :k])

@@ -29,8 +29,8 @@ def part(recipe: Recipe, axis: int, start: int, stop: int) -> Recipe:
     if recipe.op == "reshape" and axis == 0 and _shape(inputs[0])[0] % _shape(recipe)[0] == 0:
         rows = _shape(inputs[0])[0] // _shape(recipe)[0]
         return step("reshape", part(inputs[0], 0, start * rows, stop * rows), shape=(stop - start, *_shape(recipe)[1:]))
-    if recipe.op == "cast" or (recipe.op in ("quantize", "pack") and axis < len(_shape(inputs[0])) - 1):
-        return replace(recipe, inputs=(part(inputs[0], axis, start, stop),))
+    if recipe.op == "cast" or (recipe.op in ("quantize", "pack") and axis < len(_shape(inputs[0])) - 2):
+        return replace(recipe, inputs=tuple(part(r, axis, start, stop) for r in inputs))
     return step("slice", recipe, axis=axis, start=start, stop=stop)
 
 

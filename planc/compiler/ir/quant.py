@@ -1,55 +1,206 @@
-"""Quantization schemes as rows: in goes W[.., N, K], out come its parts (codes, scales) and their types, pure numpy."""
+"""Quantization schemes as rows: in goes W[.., N, K], out come its parts (codes, scales, zero points), pure numpy.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+    w[n, k] ~ (q[n, k] - z) * s
+
+Scales and zero points belong to an output channel ([.., N]), to a group of neighbours in K ([.., K/g, N]), or to a block
+of 128 x 128, whose one scale is written out for each of its channels ([.., K/128, N]), so that kernels know one form.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planc.compiler.ir.types import DTYPES, TensorType
+from planc.compiler.ir.types import DTYPES, Dim, TensorType
 
-_ROWS = 4096  # rows widened to float32 at a time: bounds the memory of quantizing a large weight
+GROUPS = (128, 64, 32)
+BLOCK = 128
+_ELEMENTS = 1 << 22  # widened to float32 at a time: bounds the memory of quantizing a large weight
+LIMITS: Mapping[str, int] = {"i8": 127, "f8e4m3": 448, "u4": 15}
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A weight-only scheme with one float32 scale per output channel: w ~ q * s."""
+    """One row. `codes` is the dtype of the codes, `group` how many k share a scale (None: all of a channel's), `blocks`
+    that 128 channels share it too, `zeros` that each group has a zero point, `offset` the zero point of all where it is
+    one number, `act` the dtype that activations are rounded to, a scale a token; None leaves them as they are.
+
+    A scheme that is `read_only` is what checkpoints hold, and nothing is quantized to it.
+    """
 
     name: str
-    dtype: str
-    limit: int
+    codes: str
+    group: int | None = None
+    blocks: bool = False
+    zeros: bool = False
+    offset: int = 0
+    act: str | None = None
+    read_only: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the parts, in the order of the inputs of an op."""
+        return ("q", "s", "z") if self.zeros else ("q", "s")
+
+    @property
+    def limit(self) -> int:
+        """The largest code."""
+        return LIMITS[self.codes]
 
     def part_type(self, w: TensorType, part: str) -> TensorType:
-        """Type of `part` ("q" codes [.., N, K], "s" scales [.., N]) of a weight of type `w`."""
+        """Type of a part of a weight of type `w`."""
+        if part not in self.parts:
+            raise ValueError(f"scheme {self.name} has parts {' and '.join(self.parts)}, not {part!r}")
         if part == "q":
-            return TensorType(self.dtype, w.shape)
-        if part == "s":
-            return TensorType("f32", w.shape[:-1])
-        raise ValueError(f"scheme {self.name} has parts q and s, not {part!r}")
+            return TensorType(self.codes, w.shape)
+        return TensorType("f32", self._scales_shape(w.shape))
 
-    def part(self, w: np.ndarray, part: str) -> np.ndarray:
-        """The array of `part`; ValueError when the weight holds NaN or infinity."""
-        shape = w.shape if part == "q" else w.shape[:-1]
-        out = np.empty(shape, DTYPES[self.dtype] if part == "q" else np.float32)
+    def axis(self, part: str, axis: int, ndim: int) -> int | None:
+        """The axis of a part that is `axis` of a weight with `ndim` axes; None where K is shared out in groups."""
+        if part == "q" or axis < ndim - 2:
+            return axis
+        if axis == ndim - 1:
+            return None
+        return ndim - 2 if self.group is None else ndim - 1
+
+    def part(self, w: np.ndarray, part: str, clip: np.ndarray | None = None) -> np.ndarray:
+        """The array of `part`; ValueError when the weight holds NaN or infinity.
+
+        `clip`, of the shape of the scales, bounds |w| before its range is found.
+        """
+        if self.read_only:
+            raise ValueError(f"nothing is quantized to {self.name}: it is read from checkpoints that hold it")
+        made = self.part_type(TensorType("f32", w.shape), part)
+        out = np.empty(made.shape, DTYPES[made.dtype])  # type: ignore[arg-type]
         for at in np.ndindex(*w.shape[:-2]):
-            self._fill(w[at], part, out[at])
+            self._fill(w[at], part, out[at], None if clip is None else clip[at])
         return out
 
-    def dequantize(self, q: np.ndarray, s: np.ndarray) -> np.ndarray:
-        """float32 W[.., N, K] from codes and scales."""
-        return q.astype(np.float32) * s[..., None]
+    def dequantize(self, q: np.ndarray, s: np.ndarray, z: np.ndarray | None = None) -> np.ndarray:
+        """float32 W[.., N, K] from its parts."""
+        wide = _E2M1[q] if self.name == "mxfp4" else q.astype(np.float32)
+        if z is not None:
+            wide -= self._spread(z, q.shape[-1])
+        elif self.offset:
+            wide -= np.float32(self.offset)
+        wide *= self._spread(s, q.shape[-1])
+        return wide
 
-    def _fill(self, w: np.ndarray, part: str, out: np.ndarray) -> None:
-        for i in range(0, len(w), _ROWS):
-            rows = w[i : i + _ROWS].astype(np.float32)
-            scale = self._scale(rows)
-            safe = np.where(scale == 0, np.float32(1), scale)
-            out[i : i + _ROWS] = scale if part == "s" else np.rint(rows / safe[:, None])
+    def _scales_shape(self, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        *stack, n, k = shape
+        return (*stack, n) if self.group is None else (*stack, -(-int(k) // self.group), n)
 
-    def _scale(self, rows: np.ndarray) -> np.ndarray:
-        peak = np.abs(rows).max(axis=1)
-        if not np.isfinite(peak).all():
+    def _spread(self, s: np.ndarray, k: int) -> np.ndarray:
+        """Scales as they multiply [.., N, K]: broadcast over a channel, or repeated over each group."""
+        if self.group is None:
+            return s[..., None]
+        return np.repeat(s.swapaxes(-1, -2), self.group, axis=-1)[..., :k]
+
+    def _fill(self, w: np.ndarray, part: str, out: np.ndarray, clip: np.ndarray | None) -> None:
+        """One matrix, some rows at a time."""
+        for rows in self._rows(w):
+            wide = w[rows].astype(np.float32)
+            mine = (..., rows)
+            s, z = self._scales(wide, None if clip is None else clip[mine])
+            if part == "q":
+                out[rows] = self._codes(wide, s, z)
+            else:
+                out[mine] = s if part == "s" else z
+
+    def _rows(self, w: np.ndarray) -> Iterator[slice]:
+        step = max(1, _ELEMENTS // w.shape[1])
+        step = max(step // BLOCK * BLOCK, BLOCK) if self.blocks else step
+        for i in range(0, len(w), step):
+            yield slice(i, min(i + step, len(w)))
+
+    def _scales(self, rows: np.ndarray, clip: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+        """Scales and zero points of some channels: [n] or [K/g, n]."""
+        low, high = self._range(rows)
+        if not (np.isfinite(low).all() and np.isfinite(high).all()):
             raise ValueError(f"scheme {self.name}: the weight holds NaN or infinity, nothing to scale by")
-        return np.asarray(peak / np.float32(self.limit), np.float32)
+        if clip is not None:
+            low, high = np.maximum(low, -clip), np.minimum(high, clip)
+        if self.zeros:
+            s = np.asarray((high - low) / np.float32(self.limit), np.float32)
+            return s, np.rint(-low / _divisor(s))
+        if self.offset:  # the extreme itself is the code 0, so that all codes are used
+            extreme = np.where(-low >= high, low, high)
+            return np.asarray(extreme / np.float32(-self.offset), np.float32), None
+        return np.asarray(np.maximum(-low, high) / np.float32(self.limit), np.float32), None
+
+    def _range(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Least and greatest of each channel, group or block, zero included. NaN and infinity stay."""
+        if self.group is None:
+            return np.minimum(rows.min(axis=1), 0), np.maximum(rows.max(axis=1), 0)
+        starts = np.arange(0, rows.shape[1], self.group)
+        low = np.minimum(np.minimum.reduceat(rows, starts, axis=1), 0)
+        high = np.maximum(np.maximum.reduceat(rows, starts, axis=1), 0)
+        if self.blocks:
+            first = np.arange(0, len(rows), BLOCK)
+            low = np.repeat(np.minimum.reduceat(low, first), BLOCK, axis=0)[: len(rows)]
+            high = np.repeat(np.maximum.reduceat(high, first), BLOCK, axis=0)[: len(rows)]
+        return low.T, high.T
+
+    def _codes(self, rows: np.ndarray, s: np.ndarray, z: np.ndarray | None) -> np.ndarray:
+        ratio = rows / self._spread(_divisor(s), rows.shape[1])
+        if self.codes == "f8e4m3":
+            return np.clip(ratio, -self.limit, self.limit).astype(DTYPES[self.codes])
+        if self.codes == "i8":
+            return np.clip(np.rint(ratio), -self.limit, self.limit).astype(np.int8)
+        zero = np.float32(self.offset) if z is None else self._spread(z, rows.shape[1])
+        return np.clip(np.rint(ratio) + zero, 0, self.limit).astype(np.uint8)
 
 
-SCHEMES: Mapping[str, Scheme] = {"int8": Scheme("int8", "i8", 127)}
+def _divisor(s: np.ndarray) -> np.ndarray:
+    return np.where(s == 0, np.float32(1), s)
+
+
+_ROWS = (
+    Scheme("int8", "i8", act="i8"),
+    Scheme("int8-wo", "i8"),
+    Scheme("fp8", "f8e4m3", act="f8e4m3"),
+    Scheme("fp8-block", "f8e4m3", group=BLOCK, blocks=True, act="f8e4m3"),
+    Scheme("int4-wo", "u4", group=GROUPS[0], offset=8),
+    Scheme("awq", "u4", group=GROUPS[0], zeros=True),
+    Scheme("mxfp4", "u4", group=32, read_only=True),
+)
+_GROUPED = ("int4-wo", "awq")  # those that have a row for each group size: `awq-g64`
+SCHEMES: Mapping[str, Scheme] = {row.name: row for row in _ROWS} | {
+    f"{row.name}-g{g}": replace(row, name=f"{row.name}-g{g}", group=g)
+    for row in _ROWS
+    if row.name in _GROUPED
+    for g in GROUPS
+}
+
+
+def scheme(name: str) -> Scheme:
+    """The row of a name; KeyError lists what there is."""
+    if name not in SCHEMES:
+        raise KeyError(f"no quantization scheme {name!r}; there are {', '.join(SCHEMES)}")
+    return SCHEMES[name]
+
+
+def fitted(name: str, k: int) -> str:
+    """The scheme for a weight of K input channels, its group spelt out: the asked size, or the next smaller that divides
+    K. ValueError when none does.
+    """
+    row = scheme(name)
+    base = re.sub(r"-g\d+$", "", name)
+    if base not in _GROUPED:
+        return name
+    assert row.group is not None
+    sizes = [g for g in GROUPS if g <= row.group and k % g == 0]
+    if not sizes:
+        tried = ", ".join(str(g) for g in GROUPS if g <= row.group)
+        raise ValueError(f"no group size of {name} ({tried}) divides its {k} input channels")
+    return f"{base}-g{sizes[0]}"
+
+
+def quantize_rows(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [.., K] and scales f32 [..] of activations: each row by its own largest magnitude. A zero row has scale 0."""
+    limit = np.float32(LIMITS[dtype])
+    scale = np.asarray(np.abs(x).max(axis=-1) / limit, np.float32)
+    ratio = np.clip(x / _divisor(scale)[..., None], -limit, limit)
+    return (np.rint(ratio) if dtype == "i8" else ratio).astype(DTYPES[dtype]), scale

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planc.compiler.ir.packing import pack
-from planc.compiler.ir.quant import SCHEMES
+from planc.compiler.ir.quant import scheme
 from planc.compiler.ir.types import DTYPES, PACKED, Attr, TensorType, dtype_name
 
 # Steps that only move elements: they commute with a cast.
@@ -20,8 +20,9 @@ RowReader = Callable[[str, int, int], np.ndarray]
 class Recipe:
     """One step of a recipe: leaves are `load` (a checkpoint tensor) and `const` (a computed one, by digest).
 
-    Inner steps are `quantize` (attrs scheme, part), `pack` (attr layout), or any op of the op table without effects,
-    evaluated by its reference, so that `1 + w` of a norm folds with no code of its own.
+    Inner steps are `quantize` (attrs scheme, part; after the weight maybe the bounds that clip it), `pack` (attr layout),
+    or any op of the op table without effects, evaluated by its reference, so that `1 + w` of a norm folds with no code
+    of its own.
     """
 
     op: str
@@ -117,7 +118,7 @@ def _infer(recipe: Recipe) -> TensorType:
             raise ValueError(f"unknown packed layout {layout!r}; known: {', '.join(PACKED)}")
         return TensorType(types[0].dtype, types[0].shape, layout)
     if recipe.op == "quantize":
-        return SCHEMES[str(attrs["scheme"])].part_type(types[0], str(attrs["part"]))
+        return scheme(str(attrs["scheme"])).part_type(types[0], str(attrs["part"]))
     return OPS[recipe.op].infer(attrs, types)[0]
 
 
@@ -148,7 +149,8 @@ def evaluate(
     if recipe.op == "pack":
         return pack(args.pop(), str(attrs["layout"]))
     if recipe.op == "quantize":
-        return SCHEMES[str(attrs["scheme"])].part(args.pop(), str(attrs["part"]))
+        w, clip = args.pop(0), args.pop() if args else None
+        return scheme(str(attrs["scheme"])).part(w, str(attrs["part"]), clip)
     types = [infer(r) for r in recipe.inputs]
     return OPS[recipe.op].ref(attrs, args, types)[0]
 

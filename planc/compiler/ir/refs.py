@@ -6,7 +6,6 @@ from math import erf as _erf
 import numpy as np
 
 from planc.compiler.ir.packing import unpack
-from planc.compiler.ir.quant import SCHEMES
 from planc.compiler.ir.types import DTYPES, PACKED, Attr, TensorType
 
 Array = np.ndarray
@@ -197,20 +196,9 @@ def embedding(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
     return (logical(args[0], types[0])[args[1]].astype(np.float32),)
 
 
-def qembedding(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
-    codes, scales, ids = logical(args[0], types[0]), args[1], args[2]
-    return (SCHEMES[str(attrs["scheme"])].dequantize(codes[ids], scales[ids]),)
-
-
 def linear(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
     y = args[0] @ logical(args[1], types[1]).astype(np.float32).T
     return (y + args[2] if attrs.get("bias") else y,)
-
-
-def qlinear(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
-    w = SCHEMES[str(attrs["scheme"])].dequantize(logical(args[1], types[1]), args[2])
-    y = args[0] @ w.T
-    return (y + args[3] if attrs.get("bias") else y,)
 
 
 def _rms(x: Array, eps: float) -> Array:

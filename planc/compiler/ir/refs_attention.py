@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from planc.compiler.ir.quant import quantize_rows
 from planc.compiler.ir.refs import Array, Attrs, Out, Types, as_float, as_int
 from planc.compiler.ir.types import DTYPES
 
@@ -68,20 +69,49 @@ def _pages(attrs: Attrs, kv: Array) -> tuple[Array, Array]:
     return out[0], out[1]
 
 
+def _scales(attrs: Attrs, kv: Array) -> tuple[Array, Array] | None:
+    """Writable views of one layer's scales of K and of V, f32 [P, heads, block]; None where elements have none."""
+    if "k_scale_offset" not in attrs:
+        return None
+    shape = (len(kv), as_int(attrs, "heads"), as_int(attrs, "block"))
+    size = 4 * shape[1] * shape[2]
+    starts = (as_int(attrs, f"{name}_scale_offset") for name in "kv")
+    k, v = (kv[:, start : start + size].view(np.float32).reshape(shape) for start in starts)
+    return k, v
+
+
 def kv_append(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
     """Writes the step's keys and values into the cache at `slots`; the cache array itself changes."""
     k, v, slots, kv = args
     keys, values = _pages(attrs, kv)
     page, offset = np.divmod(slots, as_int(attrs, "block"))
+    if scales := _scales(attrs, kv):
+        dtype = str(attrs["dtype"])
+        (k, scales[0][page, :, offset]), (v, scales[1][page, :, offset]) = _narrow(k, dtype), _narrow(v, dtype)
     keys[page, :, :, offset] = k
     values[page, :, offset] = v
     return ()
 
 
+def _narrow(x: Array, dtype: str) -> tuple[Array, Array]:
+    """Codes [.., D] and scales [..]. A vector with a NaN or an infinity is a NaN: its scale is, its codes are 0."""
+    broken = ~np.isfinite(x).all(axis=-1)
+    codes, scale = quantize_rows(np.where(broken[..., None], np.float32(0), x), dtype)
+    return codes, np.where(broken, np.float32(np.nan), scale)
+
+
+def _widened(attrs: Attrs, kv: Array) -> tuple[Array, Array]:
+    """As `_pages`, in float32, scales applied: what the cache says."""
+    keys, values = (part.astype(np.float32) for part in _pages(attrs, kv))
+    if scales := _scales(attrs, kv):
+        return keys * scales[0][:, :, None], values * scales[1][..., None]
+    return keys, values
+
+
 def paged_attention(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
     """Each sequence's queries over its cached keys, found through its row of the page table."""
     q, kv, table, start, positions = args[:5]
-    keys, values = _pages(attrs, kv)
+    keys, values = _widened(attrs, kv)
     out = np.zeros((*q.shape[:2], as_int(attrs, "v_dim")), np.float32)
     for s in range(len(table)):
         rows = slice(int(start[s]), int(start[s + 1]))
@@ -90,7 +120,7 @@ def paged_attention(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
         q_pos = positions[rows]
         n = int(q_pos.max()) + 1
         pages = table[s, : -(-n // as_int(attrs, "block"))]
-        k = keys[pages].astype(np.float32).transpose(0, 3, 1, 2).reshape(-1, *keys.shape[1:3])[:n]
-        v = values[pages].astype(np.float32).transpose(0, 2, 1, 3).reshape(-1, values.shape[1], values.shape[3])[:n]
+        k = keys[pages].transpose(0, 3, 1, 2).reshape(-1, *keys.shape[1:3])[:n]
+        v = values[pages].transpose(0, 2, 1, 3).reshape(-1, values.shape[1], values.shape[3])[:n]
         out[rows] = _attend(attrs, q[rows], k, v, q_pos, _heads(attrs, args[5:]))
     return (out,)

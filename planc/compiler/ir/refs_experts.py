@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planc.compiler.ir.quant import SCHEMES
 from planc.compiler.ir.refs import Array, Attrs, Out, Types, logical
 
 
@@ -15,15 +14,11 @@ def matmul(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
 def expert_linear(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
     """y[t, j] = x[t, (j)] @ w[ids[t, j]].T (+ b[ids[t, j]]); an id outside of the experts gives zeros."""
     w = logical(args[2], types[2]).astype(np.float32)
-    return (_experts(args[0], args[1], w, args[3] if attrs.get("bias") else None),)
+    return (choose(args[0], args[1], w, args[3] if attrs.get("bias") else None),)
 
 
-def qexpert_linear(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
-    w = SCHEMES[str(attrs["scheme"])].dequantize(logical(args[2], types[2]), args[3])
-    return (_experts(args[0], args[1], w, args[4] if attrs.get("bias") else None),)
-
-
-def _experts(x: Array, ids: Array, w: Array, bias: Array | None) -> Array:
+def choose(x: Array, ids: Array, w: Array, bias: Array | None) -> Array:
+    """Each row's products with the weights of its experts."""
     slots = np.broadcast_to(ids, (len(x), ids.shape[-1]))
     rows = np.broadcast_to(x if x.ndim == 3 else x[:, None], (*slots.shape, x.shape[-1]))
     out = np.zeros((*slots.shape, w.shape[1]), x.dtype)

@@ -24,7 +24,9 @@ DTYPES: dict[str, np.dtype] = {
     "f32": np.dtype(np.float32),
     "f16": np.dtype(np.float16),
     "bf16": np.dtype(ml_dtypes.bfloat16),
+    "f8e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
     "i8": np.dtype(np.int8),
+    "u4": np.dtype(np.uint8),  # one code 0..15 a byte, until it is packed
     "u8": np.dtype(np.uint8),
     "i32": np.dtype(np.int32),
     "i64": np.dtype(np.int64),
@@ -45,8 +47,8 @@ class TensorType:
     """What a value is: a dtype of `DTYPES`, a shape of ints and symbols, a layout.
 
     Layouts: `row` is dense row-major; `strides:a,b` gives the strides, in elements, of every axis but the innermost,
-    whose stride is 1 (a view into a wider buffer); `n64`, `n64k2`, `n64k4` are the packed layouts of linear weights,
-    where `shape` stays the logical (N, K), or (E, N, K) for a stack of experts.
+    whose stride is 1 (a view into a wider buffer); `n64`, `n64k2`, `n64k4`, `n64k8` are the packed layouts of linear
+    weights, where `shape` stays the logical (N, K), or (E, N, K) for a stack of experts.
     """
 
     dtype: str
@@ -91,10 +93,10 @@ class TensorType:
         if self.layout in PACKED:
             *stack, n, k = shape
             step = PACKED[self.layout]
-            shape = [*stack, -(-n // 64) * 64, -(-k // step) * step]
+            shape = [*stack, -(-n // 64) * 64, -(-k // step) * step // (2 if self.dtype == "u4" else 1)]
         return prod(shape) * self.itemsize
 
 
 # Packed weight layouts of linear layers: 64 output channels a block, and how many neighbours in K lie together.
-PACKED = {"n64": 1, "n64k2": 2, "n64k4": 4}
-PACKED_FOR = {"f32": "n64", "bf16": "n64k2", "i8": "n64k4"}
+PACKED = {"n64": 1, "n64k2": 2, "n64k4": 4, "n64k8": 8}
+PACKED_FOR = {"f32": "n64", "bf16": "n64k2", "i8": "n64k4", "f8e4m3": "n64k4", "u4": "n64k8"}

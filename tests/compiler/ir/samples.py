@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from planc.compiler.ir.packing import pack
-from planc.compiler.ir.quant import SCHEMES
+from planc.compiler.ir.quant import SCHEMES, Scheme, quantize_rows
 from planc.compiler.ir.refs import BINARY, COMPARE, REDUCE, UNARY
 from planc.compiler.ir.types import Attr, TensorType, dtype_name
 
@@ -30,7 +30,8 @@ class Sample:
             shape = self.shapes[i] if i < len(self.shapes) and self.shapes[i] else a.shape
             layout = self.layouts[i] if i < len(self.layouts) else "row"
             token = self.tokens[i] if i < len(self.tokens) else False
-            out.append(TensorType(dtype_name(a.dtype), ("T", *shape[1:]) if token else shape, layout))
+            dtype = "u4" if a.dtype == np.uint8 else dtype_name(a.dtype)  # no op takes other bytes
+            out.append(TensorType(dtype, ("T", *shape[1:]) if token else shape, layout))
         return out
 
 
@@ -87,6 +88,7 @@ def samples() -> Iterator[Sample]:
     yield Sample("linear", (normal(5, 8), normal(6, 8)), tokens=(True, False))
     yield Sample("linear", (normal(5, 8), normal(6, 8), normal(6)), {"bias": True}, tokens=(True, False, False))
     yield from _packed(ids)
+    yield from _quantized(ids)
     yield Sample("rms_norm", (x, normal(8)), {"eps": 1e-5}, tokens=(True,))
     yield Sample("rms_norm", (x,), {"eps": 1e-5}, tokens=(True,))
     yield Sample("layer_norm", (x, normal(8), normal(8)), {"eps": 1e-5, "bias": True}, tokens=(True,))
@@ -167,20 +169,20 @@ def _products() -> Iterator[Sample]:
 def _experts() -> Iterator[Sample]:
     w, bias = normal(4, 70, 9), normal(4, 70)
     picks = RNG.integers(-1, 5, (5, 2)).astype(np.int32)  # -1 and 4 are no experts
-    scheme = SCHEMES["int8"]
+    scheme = SCHEMES["int8-wo"]
     q, s = scheme.part(w, "q"), scheme.part(w, "s")
     three = (True, True, False)
     for x in (normal(5, 9), normal(5, 2, 9)):
         yield Sample("expert_linear", (x, picks, w), tokens=three)
         yield Sample("expert_linear", (x, picks, w, bias), {"bias": True}, three)
-        yield Sample("qexpert_linear", (x, picks, q, s), {"scheme": "int8"}, three)
+        yield Sample("qexpert_linear", (x, picks, q, s), {"scheme": "int8-wo"}, three)
     every = np.arange(4, dtype=np.int32)
     yield Sample("expert_linear", (normal(5, 9), every, w), tokens=(True,))
     layouts, shapes = ("row", "row", "n64"), (None, None, w.shape)
     yield Sample("expert_linear", (normal(5, 9), picks, pack(w, "n64")), {}, three, layouts, shapes)
     args = (normal(5, 9), picks, pack(q, "n64k4"), s, bias)
     layouts = ("row", "row", "n64k4")
-    yield Sample("qexpert_linear", args, {"scheme": "int8", "bias": True}, three, layouts, shapes)
+    yield Sample("qexpert_linear", args, {"scheme": "int8-wo", "bias": True}, three, layouts, shapes)
 
 
 def _packed(ids: np.ndarray) -> Iterator[Sample]:
@@ -188,12 +190,43 @@ def _packed(ids: np.ndarray) -> Iterator[Sample]:
     packed, shapes = pack(w, "n64"), (None, (70, 9))
     yield Sample("linear", (normal(5, 9), packed), {}, (True, False), ("row", "n64"), shapes)
     yield Sample("embedding", (packed, ids), {}, (False, True), ("n64",), ((70, 9),))
-    scheme = SCHEMES["int8"]
+    scheme = SCHEMES["int8-wo"]
     q, s = scheme.part(w, "q"), scheme.part(w, "s")
-    attrs: dict[str, Attr] = {"scheme": "int8"}
+    attrs: dict[str, Attr] = {"scheme": "int8-wo"}
     yield Sample("qlinear", (normal(5, 9), q, s), attrs, (True, False, False))
     yield Sample("qlinear", (normal(5, 9), q, s, normal(70)), {**attrs, "bias": True}, (True, False, False, False))
     yield Sample("qembedding", (q, s, ids), attrs, (False, False, True))
+
+
+def made(row: Scheme, w: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The parts of a weight; codes alone for a scheme that only checkpoints hold."""
+    if not row.read_only:
+        return tuple(row.part(w, part) for part in row.parts)
+    shape = row.part_type(TensorType("f32", w.shape), "s").shape
+    return RNG.integers(0, 16, w.shape).astype(np.uint8), np.exp2(RNG.integers(-4, 3, shape)).astype(np.float32)
+
+
+def rows(row: Scheme, x: np.ndarray) -> tuple[np.ndarray, ...]:
+    """What the scheme multiplies in the place of x."""
+    return quantize_rows(x, row.act) if row.act else (x,)
+
+
+def _quantized(ids: np.ndarray) -> Iterator[Sample]:
+    for dtype in ("i8", "f8e4m3"):
+        yield Sample("quantize_rows", (normal(5, 9),), {"dtype": dtype}, (True,))
+        yield Sample("quantize_rows", (normal(5, 2, 9),), {"dtype": dtype}, (True,))
+    for row in SCHEMES.values():
+        k = 192
+        parts, lead = made(row, normal(70, k)), 2 if row.act else 1
+        attrs: dict[str, Attr] = {"scheme": row.name}
+        yield Sample("qlinear", (*rows(row, normal(5, k)), *parts), attrs, (True,) * lead)
+        yield Sample("qlinear", (*rows(row, normal(5, k)), *parts, normal(70)), {**attrs, "bias": True}, (True,) * lead)
+        yield Sample("qembedding", (*parts, ids), attrs, (*[False] * len(parts), True))
+        picks, stack = RNG.integers(-1, 4, (5, 2)).astype(np.int32), made(row, normal(3, 70, k))
+        for x in (normal(5, k), normal(5, 2, k)):
+            given = (*rows(row, x), picks, *stack)
+            yield Sample("qexpert_linear", given, attrs, (True,) * (lead + 1))
+            yield Sample("qexpert_linear", (*given, normal(3, 70)), {**attrs, "bias": True}, (True,) * (lead + 1))
 
 
 def _rotary(ids: np.ndarray) -> Iterator[Sample]:

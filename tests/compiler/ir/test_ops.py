@@ -8,6 +8,7 @@ from samples import Sample, samples
 
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.packing import unpack
+from planc.compiler.ir.quant import SCHEMES
 from planc.compiler.ir.types import PACKED, dtype_name
 
 ALL = list(samples())
@@ -42,7 +43,12 @@ def test_inferred_type_is_that_of_the_result(s: Sample) -> None:
 def test_reference_equals_torch(s: Sample) -> None:
     want = expected(s)
     for array, t in zip(run(s), want, strict=True):
-        np.testing.assert_allclose(array.astype(np.float64), t.to(torch.float64).numpy(), rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(
+            array.astype(np.float64),
+            t.to(torch.float64).numpy(),
+            rtol=2e-6,
+            atol=1e-4 if s.op.startswith("q") else 2e-6,
+        )
 
 
 def expected(s: Sample) -> tuple[torch.Tensor, ...]:
@@ -140,13 +146,46 @@ def _scatter(s, x, i, src=None):
 
 def _experts(s, x, ids, w, *rest):
     """Every expert over every token, then the chosen ones."""
-    if s.op == "qexpert_linear":
-        w, rest = w * rest[0][..., None], rest[1:]
     slots = ids.expand(len(x), -1)
     rows = x if x.ndim == 3 else x[:, None].expand(-1, slots.shape[1], -1)
     every = torch.einsum("tjk,enk->tjen", rows, w) + (rest[0] if rest else 0)
     chosen = every.gather(2, slots.clamp(0, len(w) - 1)[..., None, None].expand(-1, -1, 1, every.shape[-1]))[:, :, 0]
     return chosen * ((slots >= 0) & (slots < len(w)))[..., None]
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+
+
+def _dequantized(s, q, scale, z=None):
+    """W[.., N, K] from its parts, group by group."""
+    name = s.attrs["scheme"]
+    if name == "mxfp4":
+        q = torch.where(q < 8, E2M1[q % 8], -E2M1[q % 8])
+    if scale.ndim < q.ndim:
+        return q * scale[..., None]
+    zero = torch.full_like(scale, 8.0 if name.startswith("int4-wo") else 0.0) if z is None else z
+    size = 32 if name == "mxfp4" else int(name.split("-g")[1]) if "-g" in name else 128
+    groups = q.split(size, dim=-1)
+    return torch.cat([(g - zero[..., i, :, None]) * scale[..., i, :, None] for i, g in enumerate(groups)], dim=-1)
+
+
+def _rounded(x, dtype):
+    """Codes and scales of the rows, as torch rounds."""
+    limit = {"i8": 127.0, "f8e4m3": 448.0}[dtype]
+    scale = (x.abs().amax(-1).float() / limit).double()
+    codes = (x.float() / scale.float()[..., None]).clamp(-limit, limit)
+    return codes.round() if dtype == "i8" else codes.to(torch.float8_e4m3fn).double(), scale
+
+
+def _quantized(s, x, *rest):
+    """qlinear and qexpert_linear: rows times their scales, and a weight of floats."""
+    row, rest = SCHEMES[s.attrs["scheme"]], list(rest)
+    if row.act:
+        x = x * rest.pop(0)[..., None]
+    ids = [rest.pop(0)] if s.op == "qexpert_linear" else []
+    w = _dequantized(s, *rest[: len(row.parts)])
+    bias = rest[len(row.parts) :]
+    return _experts(s, x, *ids, w, *bias) if ids else F.linear(x, w, *bias)
 
 
 def _fused(s, *args):
@@ -163,7 +202,8 @@ SPECIAL = {
     "gather": _gather,
     "scatter": _scatter,
     "expert_linear": _experts,
-    "qexpert_linear": _experts,
+    "qexpert_linear": _quantized,
+    "quantize_rows": lambda s, x: _rounded(x, s.attrs["dtype"]),
     "fused": _fused,
     "weighted_sum": lambda s, y, w: (y * w[..., None]).sum(1),
     "matmul": lambda s, a, b: a @ b,
@@ -185,9 +225,9 @@ SPECIAL = {
     "copy": lambda s, x: x,
     "take_rows": lambda s, x, i: x[i],
     "embedding": lambda s, w, i: F.embedding(i, w),
-    "qembedding": lambda s, q, scale, i: F.embedding(i, q * scale[:, None]),
+    "qembedding": lambda s, *args: F.embedding(args[-1], _dequantized(s, *args[:-1])),
     "linear": lambda s, x, w, *b: F.linear(x, w, *b),
-    "qlinear": lambda s, x, q, scale, *b: F.linear(x, q * scale[:, None], *b),
+    "qlinear": _quantized,
     "act_mul": lambda s, g, u: ACT[s.attrs["act"]](g) * u,
     "rotary": _rotary,
     "attention": _attention,

@@ -1,0 +1,84 @@
+"""What the inputs of a quantized product are: in go a node's attributes and its inputs in order, out they come by name.
+
+The order is x, the scales of its rows (for a scheme that rounds activations), ids (of experts), the parts of the weight,
+the bias. Whether the inputs are types, arrays or names is all the same.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from planc.compiler.ir.quant import Scheme, scheme
+from planc.compiler.ir.types import Attr, TensorType
+
+T = TypeVar("T")
+Attrs = Mapping[str, Attr]
+Types = Sequence[TensorType]
+Out = tuple[TensorType, ...]
+
+
+@dataclass(frozen=True)
+class Operands(Generic[T]):
+    """`row_scales` and `ids` are None where the op has none; `others` are what follows the parts: the bias, if any."""
+
+    x: T
+    row_scales: T | None
+    ids: T | None
+    parts: tuple[T, ...]
+    others: tuple[T, ...]
+
+    @property
+    def bias(self) -> T | None:
+        return self.others[0] if self.others else None
+
+
+def scheme_of(attrs: Attrs) -> Scheme:
+    """The scheme that the attribute names; KeyError when there is none."""
+    return scheme(str(attrs["scheme"]))
+
+
+def operands(attrs: Attrs, items: Sequence[T], experts: bool = False) -> Operands[T]:
+    """The inputs of qlinear, or of qexpert_linear. IndexError when they are too few."""
+    row = scheme_of(attrs)
+    x, *rest = items
+    row_scales = rest.pop(0) if row.act else None
+    ids = rest.pop(0) if experts else None
+    count = len(row.parts)
+    if len(rest) < count:
+        raise IndexError(f"scheme {row.name} has {count} parts")
+    return Operands(x, row_scales, ids, tuple(rest[:count]), tuple(rest[count:]))
+
+
+def check_parts(attrs: Attrs, parts: Types) -> None:
+    """ValueError unless these are the parts that the scheme makes of a weight with the shape of the codes."""
+    row = scheme_of(attrs)
+    if len(parts) != len(row.parts):
+        raise ValueError(f"scheme {row.name} has parts {', '.join(row.parts)}, got {len(parts)} tensors")
+    whole = TensorType("f32", parts[0].shape)
+    if parts[0].dtype != row.codes:
+        raise ValueError(f"scheme {row.name} has codes of {row.codes}, got {parts[0]}")
+    for name, got in zip(row.parts[1:], parts[1:], strict=True):
+        wanted = row.part_type(whole, name)
+        if got != wanted:
+            raise ValueError(f"scheme {row.name}: part {name} of {whole} must be {wanted}, got {got}")
+
+
+def check_rows(attrs: Attrs, given: Operands[TensorType]) -> None:
+    """ValueError unless x is what the scheme multiplies: float32, or codes with a scale for each row."""
+    row = scheme_of(attrs)
+    wanted = row.act or "f32"
+    if given.x.dtype != wanted:
+        raise ValueError(f"scheme {row.name} multiplies rows of {wanted}, got {given.x}")
+    scales = given.row_scales
+    if scales is not None and (scales.dtype, scales.shape) != ("f32", given.x.shape[:-1]):
+        raise ValueError(f"the rows of {given.x} need scales f32{list(given.x.shape[:-1])}, got {scales}")
+
+
+def rows_types(attrs: Attrs, types: Types) -> Out:
+    """quantize_rows: x f32[.., K] gives codes[.., K] and scales f32[..]."""
+    (x,) = types
+    if x.dtype != "f32" or len(x.shape) < 2:
+        raise ValueError(f"quantize_rows: x must be f32 with rows, got {x}")
+    if attrs["dtype"] not in ("i8", "f8e4m3"):
+        raise ValueError(f"quantize_rows: rows are rounded to i8 or f8e4m3, not {attrs['dtype']}")
+    return TensorType(str(attrs["dtype"]), x.shape), TensorType("f32", x.shape[:-1])
