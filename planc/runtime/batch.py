@@ -66,9 +66,12 @@ class BatchBuilder:
             self._put(s, at, chunk)
             at += chunk.count
             self._start[s + 1] = at
-            if chunk.wants_logits:
+            wanted = chunk.rows
+            if wanted == 1:
                 self._rows[rows] = at - 1
-                rows += 1
+            elif wanted:
+                self._rows[rows : rows + wanted] = range(at - wanted, at)
+            rows += wanted
         count = len(chunks)
         return Batch(
             self._ids[:at],

@@ -97,7 +97,8 @@ class Engine:
         """The parameters with max_tokens filled in; RequestError when the request can never be served."""
         if not prompt:
             raise RequestError("the prompt is empty; send at least one token", param="prompt")
-        self.scheduler.check(len(prompt), params.max_tokens or max(params.min_tokens, 1))
+        least = max(params.min_tokens, 1) if params.max_tokens is None else params.max_tokens
+        self.scheduler.check(len(prompt), least)
         check_ids(prompt, self.executor.vocab_size)
         params.check_vocab(self.executor.vocab_size)
         self._check_choice(params)
@@ -214,7 +215,7 @@ class Engine:
         self._failed_steps = 0
         for chunk in chunks:
             self.scheduler.advance(chunk)
-        return list(zip([chunk.seq for chunk in chunks if chunk.wants_logits], logits, strict=True))
+        return list(zip([chunk.seq for chunk in chunks for _ in range(chunk.rows)], logits, strict=True))
 
     def _execute_alone(self, chunks: list[Chunk]) -> list[Row]:
         """Run each chunk by itself; a sequence that fails is lost, one that counted on its pages is recomputed."""
@@ -239,8 +240,16 @@ class Engine:
         return rows
 
     def _accept(self, seq: Sequence, logits: NDArray[np.float32], now: float) -> None:
-        """Sample the next token of a sequence and pass on what it makes visible."""
+        """Sample the next token of a sequence and pass on what it makes visible; or score a token of its prompt."""
+        if seq.id not in self._streams:
+            return  # an earlier row of this step has ended it
         stream, count = self._streams[seq.id], seq.params.logprobs
+        if seq.wanted < seq.prompt_len - 1:
+            self._score(stream, logits)
+            return
+        if seq.params.max_tokens == 0:
+            self._emit(stream, stream.writer.finish("length"))
+            return
         try:
             token = sample(logits, seq, self.eos_token_ids)
             logprobs = logprobs_of(logits, token, count) if count is not None else None
@@ -255,6 +264,17 @@ class Engine:
         seq.times.first_token = seq.times.first_token or now
         if output is not None:
             self._emit(stream, output)
+
+    def _score(self, stream: _Stream, logits: NDArray[np.float32]) -> None:
+        """Take the log probabilities of the prompt token that follows the wanted one."""
+        seq = stream.seq
+        try:
+            token = seq.tokens[seq.wanted + 1]
+            stream.writer.scored(logprobs_of(logits, token, seq.params.prompt_logprobs or 0))
+            seq.scored += 1
+        except Exception as e:
+            log.exception("sequence %d failed", seq.id)
+            self._fail(seq, f"scoring the prompt failed: {e}")
 
     def _emit(self, stream: _Stream, output: Output) -> None:
         if output.finish_reason is not None:

@@ -14,6 +14,7 @@ from planc.runtime.sampler import TokenLogprobs
 from planc.runtime.stream import Job, event
 from planc.runtime.tokenizer import Tokenizer
 
+Entry = tuple[int, TokenLogprobs | None]  # a token and, but for the first of a prompt, its log probabilities
 LEAST_LOGPROB = -9999.0  # JSON has no -inf; vLLM's stand-in
 
 
@@ -109,49 +110,68 @@ class ChatFormat(Format):
 
 
 class CompletionFormat(Format):
-    """text_completion, streamed or not. `echoes` are the prompts' texts, one a choice, or nothing."""
+    """text_completion, streamed or not. `echoes` are the prompts' texts, one a choice, or nothing; `scored` are their
+    token ids when logprobs cover the prompts too.
+    """
 
     prefix = "cmpl"
     kind = "text_completion"
     chunk_kind = "text_completion"
 
-    def __init__(self, model: str, fingerprint: str, tokenizer: Tokenizer, echoes: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: str,
+        fingerprint: str,
+        tokenizer: Tokenizer,
+        echoes: Sequence[str] = (),
+        scored: Sequence[Sequence[int]] = (),
+    ) -> None:
         super().__init__(model, fingerprint, tokenizer)
         self._echoes = echoes
+        self._scored = scored
         self._offsets: dict[int, int] = {}
 
     def opening(self, choices: int) -> list[dict[str, Any]]:
-        """The echoed prompts."""
+        """The echoed prompts; those that are scored come with their first output."""
+        if self._scored:
+            return []
         return [self._choice(i, text, Output("")) for i, text in enumerate(self._echoes)]
 
     def piece(self, index: int, output: Output) -> dict[str, Any]:
         """The text that is new."""
-        return self._choice(index, output.text, output)
+        first = self._scored and index not in self._offsets
+        return self._choice(index, (self._echoes[index] if first else "") + output.text, output)
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
         """The whole text."""
         return self._choice(index, (self._echoes[index] if self._echoes else "") + output.text, output)
 
     def _choice(self, index: int, text: str, output: Output) -> dict[str, Any]:
-        logprobs = self._logprobs(index, output.logprobs) if output.logprobs else None
+        entries: list[Entry] = [(entry.token, entry) for entry in (*output.prompt_logprobs, *output.logprobs)]
+        if self._scored and index not in self._offsets:
+            entries.insert(0, (self._scored[index][0], None))
+        logprobs = self._logprobs(index, entries) if entries else None
         ending = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
         return {"index": index, "text": text, "logprobs": logprobs, **ending}
 
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, index: int, entries: Sequence[Entry]) -> dict[str, Any]:
         """The older form of logprobs: parallel lists, offsets counted in characters of the tokens' own texts."""
         text_of = self._tokenizer.token_text
-        tokens = [text_of(entry.token) for entry in entries]
+        tokens = [text_of(token) for token, _ in entries]
         offsets = [self._offsets.get(index, 0)]
         for token in tokens:
             offsets.append(offsets[-1] + len(token))
         self._offsets[index] = offsets.pop()
-        top = [self._by_text(entry) for entry in entries]
-        values = [max(entry.logprob, LEAST_LOGPROB) for entry in entries]
+        top = [entry and self._by_text(entry) for _, entry in entries]
+        values = [entry and max(entry.logprob, LEAST_LOGPROB) for _, entry in entries]
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
     def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The chosen token and the most likely; of tokens that look alike (parts of characters) the first counts."""
+        """The chosen token and the most likely; parts of characters that look alike are told by bytes."""
         found: dict[str, float] = {}
-        for token, logprob in ((entry.token, entry.logprob), *entry.top):
-            found.setdefault(self._tokenizer.token_text(token), max(logprob, LEAST_LOGPROB))
+        for token, logprob in dict([(entry.token, entry.logprob), *entry.top]).items():
+            text = self._tokenizer.token_text(token)
+            if text in found:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._tokenizer.token_bytes(token))
+            found.setdefault(text, max(logprob, LEAST_LOGPROB))
         return found

@@ -17,6 +17,7 @@ class Output:
 
     finish_reason is None while the sequence runs, then stop, length, abort or error (with `error` saying what);
     stop_reason is the stop token id or stop string that ended it. completion_tokens counts the whole output so far.
+    prompt_logprobs, when asked for, are those of the prompt from its second token on; they come with the first piece.
     """
 
     text: str
@@ -28,6 +29,7 @@ class Output:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 Sink = Callable[[Output], None]
@@ -47,6 +49,7 @@ def merge(outputs: Iterable[Output]) -> Output:
         last.prompt_tokens,
         last.completion_tokens,
         last.cached_tokens,
+        tuple(entry for piece in pieces for entry in piece.prompt_logprobs),
     )
 
 
@@ -62,6 +65,11 @@ class OutputWriter:
         self._stops = StopStrings(params.stop, keep=params.include_stop_str_in_output)
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
+
+    def scored(self, logprobs: TokenLogprobs) -> None:
+        """Keep those of the next prompt token for the first output."""
+        self._prompt_logprobs.append(logprobs)
 
     def push(self, token: int, logprobs: TokenLogprobs | None) -> Output | None:
         """The output after `token`, which is already in the sequence; None while its text is held back."""
@@ -97,10 +105,10 @@ class OutputWriter:
         return text if self._seq.output_len < self._seq.params.min_tokens else self._stops.push(text)
 
     def _output(self, text: str, reason: str | None, stop: int | str | None, error: str | None = None) -> Output:
-        tokens, logprobs = tuple(self._tokens), tuple(self._logprobs)
+        tokens, logprobs, prompt = tuple(self._tokens), tuple(self._logprobs), tuple(self._prompt_logprobs)
         self._tokens.clear()
         self._logprobs.clear()
+        self._prompt_logprobs.clear()
         seq = self._seq
-        return Output(
-            text, tokens, logprobs, reason, stop, error, seq.prompt_len, seq.output_len, cached_tokens=seq.cached or 0
-        )
+        cached = seq.cached or 0
+        return Output(text, tokens, logprobs, reason, stop, error, seq.prompt_len, seq.output_len, cached, prompt)

@@ -111,7 +111,13 @@ class GenerationRequest(_Body):
             raise RequestError("cache_salt is empty; leave it out", param="cache_salt")
         self._check_unsupported()
 
-    def params(self, defaults: Mapping[str, float], max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def params(
+        self,
+        defaults: Mapping[str, float],
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+    ) -> SamplingParams:
         """The SamplingParams of the request; `defaults` are those of the model."""
         given = {name: getattr(self, name) for name in (*SAMPLING_KEYS, "presence_penalty", "frequency_penalty")}
         chosen = {**defaults, **{name: value for name, value in given.items() if value is not None}}
@@ -127,6 +133,7 @@ class GenerationRequest(_Body):
             logit_bias=tuple((token, max(-100.0, min(bias, 100.0))) for token, bias in (self.logit_bias or {}).items()),
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             **chosen,
         )
 
@@ -197,14 +204,6 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = None
     add_special_tokens: bool = True
 
-    def check(self) -> None:
-        """As GenerationRequest, and the rules of completions."""
-        super().check()
-        if self.echo and self.logprobs is not None:
-            raise RequestError(
-                "echo with logprobs is not supported; leave one of them out", param="echo", code="unsupported"
-            )
-
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts, all texts or all token ids; RequestError when they are neither, none, or too many."""
         prompt = self.prompt
@@ -222,9 +221,13 @@ class CompletionRequest(GenerationRequest):
         return prompt
 
     def sampling(self, defaults: Mapping[str, float], room: int) -> SamplingParams:
-        """`room` is what the context holds after the longest prompt: the default of 16 tokens does not exceed it."""
+        """`room` is what the context holds after the longest prompt: the default of 16 tokens does not exceed it.
+
+        With echo, logprobs cover the prompt too, and no token need be generated.
+        """
         limit = max(1, min(DEFAULT_COMPLETION_TOKENS, room)) if self.max_tokens is None else self.max_tokens
-        return self.params(defaults, limit, self.logprobs)
+        scored = (self.logprobs or 0) if self.echo and (self.logprobs is not None or limit == 0) else None
+        return self.params(defaults, limit, self.logprobs, scored)
 
 
 class TokenizeRequest(_Body):

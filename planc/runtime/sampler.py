@@ -52,8 +52,13 @@ def uniform(seed: int, sample: int, position: int) -> float:
 
 
 def logprobs_of(logits: Floats, token: int, count: int) -> TokenLogprobs:
-    """Log probabilities of `token` and of the `count` most likely tokens under logits [vocab]."""
+    """Log probabilities of `token` and of the `count` most likely tokens under logits [vocab].
+
+    Raises ValueError when the logits hold a NaN, or nothing finite.
+    """
     peak = logits.max()
+    if not np.isfinite(peak):
+        raise ValueError(f"logits are not finite (best is {peak})")
     norm = float(peak) + float(np.log(np.exp(logits - peak).sum(dtype=np.float64)))
     top = _largest(logits, count) if count else ()
     return TokenLogprobs(token, float(logits[token]) - norm, tuple((int(t), float(logits[t]) - norm) for t in top))

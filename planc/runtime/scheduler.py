@@ -35,9 +35,11 @@ class Chunk:
         return self.start + self.count
 
     @property
-    def wants_logits(self) -> bool:
-        """True when the chunk reaches the last known token, so that the step yields the next one."""
-        return self.end == len(self.seq.tokens)
+    def rows(self) -> int:
+        """How many of the chunk's last tokens want logits: one when it reaches the last known token, or none; all from
+        `seq.wanted` on when the prompt is scored.
+        """
+        return max(0, self.end - max(self.start, self.seq.wanted))
 
 
 class Scheduler:
@@ -47,6 +49,8 @@ class Scheduler:
     left, the newest running sequence is preempted: it gives its pages back and is recomputed later, from the front
     of the queue. Pages are made findable when scheduled, not when run: within a step every layer writes all new keys
     and values before it reads any, so sequences of one step may share them.
+
+    A step gives max_num_seqs rows of logits. Decodes take one each; prompts that are scored share what is left.
     """
 
     def __init__(self, limits: SchedulerLimits, pool: BlockPool, *, prefix_caching: bool = True) -> None:
@@ -73,7 +77,7 @@ class Scheduler:
                 f"{prompt_len} in the prompt and {max_tokens} to generate; shorten the prompt or lower max_tokens",
                 code="context_length_exceeded",
             )
-        need = self.pool.blocks_for(prompt_len + max_tokens - 1)  # the last token is never run
+        need = self.pool.blocks_for(prompt_len + max(max_tokens - 1, 0))  # the last token is never run
         if need > self.pool.num_blocks:
             raise RequestError(
                 f"the request needs {need} KV cache blocks of {self.pool.block_size} tokens for {prompt_len} prompt "
@@ -89,15 +93,17 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step; empty only when nothing is queued or running."""
         chunks: list[Chunk] = []
-        budget = self.limits.max_num_batched_tokens
+        budget, rows = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
         for decode in (True, False):
             for seq in tuple(self.running):
-                if budget > 0 and seq.status is Status.RUNNING and (seq.pending == 1) is decode and self._extend(seq):
-                    chunks.append(self._chunk(seq, budget))
-                    budget -= chunks[-1].count
-        while budget > 0 and (newcomer := self._admit()):
-            chunks.append(self._chunk(newcomer, budget))
-            budget -= chunks[-1].count
+                if seq.status is not Status.RUNNING or (seq.pending == 1) is not decode:
+                    continue
+                if _room(seq, budget, rows) and self._extend(seq):
+                    chunks.append(self._chunk(seq, _room(seq, budget, rows)))
+                    budget, rows = budget - chunks[-1].count, rows - chunks[-1].rows
+        while budget > 0 and rows > 0 and (newcomer := self._admit()):
+            chunks.append(self._chunk(newcomer, _room(newcomer, budget, rows)))
+            budget, rows = budget - chunks[-1].count, rows - chunks[-1].rows
         return chunks
 
     def advance(self, chunk: Chunk) -> None:
@@ -176,15 +182,15 @@ class Scheduler:
         self.prefix_hits += seq.computed
 
     def _match(self, seq: Sequence) -> list[int]:
-        """Cached pages of the sequence's prefix. Its last token is always left over, for its logits are needed."""
+        """Cached pages of the sequence's prefix. What is left over begins with a token whose logits are needed."""
         if not self.prefix_caching:
             return []
-        full = (len(seq.tokens) - 1) // self.pool.block_size
+        full = seq.wanted // self.pool.block_size
         self._digest(seq, full)
         return self.pool.match(seq.digests[:full])
 
-    def _chunk(self, seq: Sequence, budget: int) -> Chunk:
-        chunk = Chunk(seq, seq.computed, min(seq.pending, budget))
+    def _chunk(self, seq: Sequence, count: int) -> Chunk:
+        chunk = Chunk(seq, seq.computed, count)
         if self.prefix_caching:
             full = chunk.end // self.pool.block_size
             self._digest(seq, full)
@@ -204,6 +210,11 @@ class Scheduler:
         self.pool.release(seq.pages)
         seq.pages = array("i")
         seq.computed = 0
+
+
+def _room(seq: Sequence, budget: int, rows: int) -> int:
+    """How many of its pending tokens a sequence may run with `budget` tokens and `rows` rows of logits left."""
+    return max(0, min(seq.pending, budget, seq.wanted + rows - seq.computed))
 
 
 def _age(seq: Sequence) -> int:

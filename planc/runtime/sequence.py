@@ -34,6 +34,7 @@ class SamplingParams:
     """How one sequence picks its tokens and when it stops.
 
     top_k 0 or -1 means all tokens; logprobs None means none, k means the chosen token and the k most likely.
+    prompt_logprobs is the same for each prompt token but the first; only with it may max_tokens be 0.
     max_tokens None means as many as the context still holds (the engine fills it in).
     Raises RequestError naming the field when a value is out of range.
     """
@@ -56,10 +57,13 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, low, high, open_low in _RANGES:
             _check_range(name, getattr(self, name), low, high, open_low)
+        if self.prompt_logprobs is None:
+            _check_range("max_tokens", self.max_tokens, 1, math.inf, False)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; lower it", param="min_tokens"
@@ -99,7 +103,7 @@ class SamplingParams:
 
 # field, lowest, highest, whether the lowest itself is refused
 _RANGES: tuple[tuple[str, float, float, bool], ...] = (
-    ("max_tokens", 1, math.inf, False),
+    ("max_tokens", 0, math.inf, False),
     ("min_tokens", 0, math.inf, False),
     ("temperature", 0, 1e30, False),  # float32 logits stay finite under this and the next bounds
     ("top_k", -1, math.inf, False),
@@ -110,6 +114,7 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("frequency_penalty", -2, 2, False),
     ("seed", -MAX_SEED, MAX_SEED - 1, False),
     ("logprobs", 0, MAX_LOGPROBS, False),
+    ("prompt_logprobs", 0, MAX_LOGPROBS, False),
 )
 
 
@@ -153,7 +158,8 @@ class Sequence:
     """One stream of tokens: its prompt, what was generated, its pages and its status.
 
     tokens holds prompt then output; computed counts the leading tokens whose keys and values are in the cache;
-    cached counts those that the prefix cache gave at the first admission. seed and sample key the random stream.
+    cached counts those that the prefix cache gave at the first admission. scored counts the prompt tokens whose
+    successors have their log probabilities, when those were asked for. seed and sample key the random stream.
     """
 
     id: int
@@ -167,6 +173,7 @@ class Sequence:
     pages: array[int] = field(default_factory=lambda: array("i"))
     digests: list[bytes] = field(default_factory=list)
     computed: int = 0
+    scored: int = 0
     cached: int | None = None
     preemptions: int = 0
     times: Times = field(default_factory=Times)
@@ -175,6 +182,12 @@ class Sequence:
     def output_len(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def wanted(self) -> int:
+        """Position of the first token whose logits are still wanted: the last one, unless the prompt is scored."""
+        last = len(self.tokens) - 1
+        return last if self.params.prompt_logprobs is None or self.scored >= self.prompt_len - 1 else self.scored
 
     @property
     def pending(self) -> int:

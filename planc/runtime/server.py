@@ -147,7 +147,8 @@ async def completions(service: Service, request: Request) -> Any:
     job = service.submit(body, prompts, body.sampling(service.defaults, room))
     texts = [p if isinstance(p, str) else service.tokenizer.decode(p) for p in body.prompts()] if body.echo else []
     echoes = [text for text in texts for _ in range(body.samples)]
-    form = CompletionFormat(service.model_name, service.fingerprint, service.tokenizer, echoes)
+    scored = [p for p in prompts for _ in range(body.samples)] if body.echo and body.logprobs is not None else []
+    form = CompletionFormat(service.model_name, service.fingerprint, service.tokenizer, echoes, scored)
     return await _respond(request, body, job, form, len(prompts) * body.samples)
 
 

@@ -121,7 +121,9 @@ class FakeExecutor:
         assert (np.diff(start) > 0).all()
         assert len(set(batch.slots.tolist())) == len(batch.slots), "two tokens in one slot"
         assert ((batch.ids >= 0) & (batch.ids < self.vocab_size)).all()
-        assert set(batch.logit_rows.tolist()) <= {int(end) - 1 for end in start[1:]}
+        rows = batch.logit_rows.tolist()
+        assert rows == sorted(set(rows))
+        assert set(rows) <= set(range(len(batch.ids)))
         for s in range(len(batch.page_table)):
             own = slice(int(start[s]), int(start[s + 1]))
             positions = batch.positions[own]

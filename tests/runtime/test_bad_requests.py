@@ -107,7 +107,7 @@ TEXT_ONLY = {
     "too many prompts": ({"prompt": ["x"] * (MAX_CHOICES + 1)}, "prompt"),
     "logprobs -1": ({"logprobs": -1}, "logprobs"),
     "logprobs too many": ({"logprobs": 21}, "logprobs"),
-    "echo with logprobs": ({"echo": True, "logprobs": 1}, "echo"),
+    "no tokens": ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
     "suffix": ({"suffix": "x"}, "suffix"),
 }
 CASES = [

@@ -9,6 +9,7 @@ import pytest
 
 from planc.runtime.engine import Engine, Observer
 from planc.runtime.errors import RequestError
+from planc.runtime.sampler import logprobs_of
 from planc.runtime.scheduler import SchedulerLimits
 from planc.runtime.sequence import SamplingParams
 from tests.runtime.fake import FakeExecutor, echo_logits, hashed_logits, reference, tiny_tokenizer
@@ -46,6 +47,45 @@ def test_same_tokens_batched_chunked_cached_preempted(chunk, caching, blocks):
         assert (e.scheduler.preemptions > 0) == (blocks < 300)
         assert (e.scheduler.prefix_hits > 0) == caching
     assert e.pool.num_used == 0
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 512])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("blocks", [16, 300])
+def test_prompts_are_scored_however_they_are_cut(chunk, caching, blocks):
+    """Scored prompts beside others; 16 blocks make them preempt each other in the middle."""
+    rng = random.Random(chunk)
+    logits = hashed_logits(VOCAB)
+    prompts = prompts_of(rng, 10, shared=range(6))
+    e = engine(FakeExecutor(blocks, 4, VOCAB), tokens=chunk, seqs=5, prefix_caching=caching)
+    asked = [greedy(30 if i % 3 else 1, prompt_logprobs=2 if i % 2 else None) for i in range(10)]
+    outputs = e.generate(prompts, asked)
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        assert list(output.token_ids) == reference(prompt, asked[i].max_tokens, logits)
+        rows = range(1, len(prompt)) if i % 2 else ()
+        want = [logprobs_of(logits(np.array(prompt[:at])), prompt[at], 2) for at in rows]
+        assert list(output.prompt_logprobs) == want
+    assert e.pool.num_used == 0
+
+
+def test_a_prompt_alone_is_scored_up_to_the_whole_context():
+    prompt = [i % VOCAB for i in range(64)]
+    (output,) = engine().generate([prompt], greedy(0, prompt_logprobs=0))
+    assert (len(output.prompt_logprobs), output.token_ids, output.finish_reason) == (63, (), "length")
+    assert (output.prompt_tokens, output.completion_tokens) == (64, 0)
+    with pytest.raises(RequestError, match="max_tokens is 0"):
+        greedy(0)
+
+
+def test_a_prompt_whose_logits_are_not_finite_fails_alone():
+    def logits(history):
+        return np.full(VOCAB, np.nan, np.float32) if 7 in history else hashed_logits(VOCAB)(history)
+
+    bad, good = engine(FakeExecutor(vocab_size=VOCAB, logits=logits)).generate(
+        [[1, 7, 2, 3, 4], [1, 2, 3]], greedy(2, prompt_logprobs=0)
+    )
+    assert (bad.finish_reason, good.finish_reason) == ("error", "length")
+    assert "not finite" in bad.error
 
 
 def test_fake_model_notices_a_wrong_page():

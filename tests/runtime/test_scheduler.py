@@ -14,12 +14,16 @@ def scheduler(blocks=32, size=4, model_len=64, seqs=8, tokens=16, caching=True):
     return Scheduler(SchedulerLimits(model_len, seqs, tokens), BlockPool(blocks, size), prefix_caching=caching)
 
 
-def sequence(number, prompt, max_tokens=8):
-    return Sequence(number, list(prompt), len(prompt), SamplingParams(max_tokens=max_tokens))
+def sequence(number, prompt, max_tokens=8, scored=False):
+    params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=0 if scored else None)
+    return Sequence(number, list(prompt), len(prompt), params)
 
 
-def run_step(sched, rng):
-    """Schedule, check what must hold of any step, append a token where logits were wanted."""
+def run_step(sched, rng, log=None):
+    """Schedule, check what must hold of any step, append a token where logits were wanted.
+
+    `log` gets the step as (sequence, tokens, rows of logits) each.
+    """
     chunks = sched.schedule()
     assert sum(c.count for c in chunks) <= sched.limits.max_num_batched_tokens
     assert len(chunks) <= sched.limits.max_num_seqs
@@ -31,11 +35,16 @@ def run_step(sched, rng):
         assert chunk.count > 0
         assert chunk.start == chunk.seq.computed
         assert len(chunk.seq.pages) == sched.pool.blocks_for(len(chunk.seq.tokens))
+    if log is not None:
+        log.append([(c.seq.id, c.count, c.rows) for c in chunks])
+    assert sum(c.rows for c in chunks) <= sched.limits.max_num_seqs
     sched.check_integrity()
     finished = []
     for chunk in chunks:
-        wanted = chunk.wants_logits
+        wanted, rows = chunk.end == len(chunk.seq.tokens), chunk.rows
+        assert rows or not wanted
         sched.advance(chunk)
+        chunk.seq.scored += rows - 1 if wanted else rows
         if wanted:
             chunk.seq.tokens.append(rng.randrange(3))
             if chunk.seq.output_len >= chunk.seq.params.max_tokens:
@@ -55,6 +64,27 @@ def test_decodes_go_first_and_prefill_fills_the_rest():
         assert [(c.seq.id, c.count) for c in chunks] == [(0, 1), (1, taken)]
     chunks, _ = run_step(sched, rng)
     assert [(c.seq.id, c.count) for c in chunks] == [(0, 1), (1, 1)]
+
+
+def test_a_scored_prompt_takes_no_more_rows_than_decodes_leave():
+    sched, rng = scheduler(seqs=4), random.Random(0)
+    sched.add(sequence(0, [1], max_tokens=20))
+    run_step(sched, rng)
+    sched.add(sequence(1, [2] * 7, max_tokens=4, scored=True))
+    sched.add(sequence(2, [3] * 5, max_tokens=4))
+    taken = []
+    for _ in range(3):
+        run_step(sched, rng, taken)
+    # Without a row left, the third sequence is not admitted; the first two steps score three tokens each.
+    assert taken == [[(0, 1, 1), (1, 3, 3)], [(0, 1, 1), (1, 3, 3)], [(0, 1, 1), (1, 1, 1), (2, 5, 1)]]
+
+
+def test_a_prompt_that_is_scored_takes_nothing_from_the_prefix_cache():
+    sched, rng, taken = scheduler(tokens=32, seqs=16), random.Random(0), []
+    for number, scored in ((0, False), (1, True), (2, False)):
+        sched.add(sequence(number, range(13), max_tokens=1, scored=scored))
+        run_step(sched, rng, taken)
+    assert taken == [[(0, 13, 1)], [(1, 13, 13)], [(2, 1, 1)]]
 
 
 def test_decode_overtakes_an_older_prefill_in_the_step_but_starves_it_not():
@@ -173,7 +203,8 @@ def test_thousands_of_random_arrivals(seed):
     while total < 300 or sched.has_work:
         if total < 300 and rng.random() < 0.5:
             prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 30))]
-            seq = sequence(total, prompt, max_tokens=rng.randrange(1, 48 - len(prompt)))
+            most = rng.randrange(1, 48 - len(prompt))
+            seq = sequence(total, prompt, max_tokens=most, scored=rng.random() < 0.3)
             sched.check(len(prompt), seq.params.max_tokens)
             sched.add(seq)
             alive[total] = seq

@@ -6,15 +6,17 @@ import signal
 import threading
 
 import httpx
+import numpy as np
 import pytest
 
 from planc.runtime.errors import RequestError
 from planc.runtime.formats import CompletionFormat
 from planc.runtime.protocol import StreamOptions
+from planc.runtime.sampler import logprobs_of
 from planc.runtime.sequence import SamplingParams
 from planc.runtime.stream import EventStream, Job
 from planc.runtime.web import make_server
-from tests.runtime.fake import FakeExecutor
+from tests.runtime.fake import FakeExecutor, hashed_logits
 from tests.runtime.live import TOKENIZER, VOCAB, events, make_service, serving, settle, text_of, wait_for
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "今天天气如何？"}], "max_tokens": 30, "seed": 5}
@@ -129,6 +131,56 @@ def test_echo(client):
     assert post(client, "/v1/completions", TEXT, echo=True)["choices"][0]["text"] == TEXT["prompt"] + plain
     chunks = events(client.post("/v1/completions", json={**TEXT, "echo": True, "stream": True}))
     assert text_of(chunks) == TEXT["prompt"] + plain
+
+
+SCORED = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+
+
+def test_echo_with_logprobs_scores_the_prompt(client):
+    ids = TOKENIZER.encode(TEXT["prompt"])
+    found = post(client, "/v1/completions", TEXT, **SCORED)["choices"][0]
+    scores = found["logprobs"]
+    assert scores["tokens"][: len(ids)] == [TOKENIZER.token_text(token) for token in ids]
+    assert found["text"] == "".join(scores["tokens"])
+    assert scores["text_offset"] == [len("".join(scores["tokens"][:i])) for i in range(len(ids) + 1)]
+    assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
+    logits = hashed_logits(VOCAB)
+    for at in range(1, len(ids)):
+        want = logprobs_of(logits(np.array(ids[:at])), ids[at], 1)
+        assert scores["token_logprobs"][at] == want.logprob
+        assert max(scores["top_logprobs"][at].values()) == max(want.logprob, want.top[0][1])
+    chosen = max(scores["top_logprobs"][-1].values())
+    assert scores["token_logprobs"][-1] == chosen
+
+
+@pytest.mark.parametrize("changes", [SCORED, {**SCORED, "max_tokens": 0}, {**SCORED, "n": 2, "max_tokens": 9}])
+@pytest.mark.parametrize("prompt", ["the quick brown fox", [5, 6, 7], [[5, 6, 7], [8], [9, 300]], ["a", "b fox"]])
+def test_scored_prompts_in_every_shape_stream_as_they_are_answered(client, changes, prompt):
+    body = {**TEXT, **changes, "prompt": prompt}
+    whole = post(client, "/v1/completions", body)
+    chunks = events(client.post("/v1/completions", json={**body, "stream": True}))
+    alone = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    ids = [TOKENIZER.encode(p) if isinstance(p, str) else p for p in alone for _ in range(changes.get("n", 1))]
+    assert len(whole["choices"]) == len(ids)
+    for choice, tokens in zip(whole["choices"], ids, strict=True):
+        scores = choice["logprobs"]
+        assert len({len(values) for values in scores.values()}) == 1
+        assert scores["tokens"][: len(tokens)] == [TOKENIZER.token_text(token) for token in tokens]
+        assert [value is None for value in scores["token_logprobs"]] == [True] + [False] * (len(scores["tokens"]) - 1)
+        assert len(scores["tokens"]) <= len(tokens) + changes["max_tokens"]
+        assert text_of(chunks, choice["index"]) == choice["text"]
+        mine = [c["logprobs"] for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        for name, values in scores.items():
+            assert [value for part in mine if part for value in part[name]] == values
+    if changes["max_tokens"] == 0:
+        assert whole["usage"]["completion_tokens"] == 0
+        assert whole["usage"]["prompt_tokens"] == sum(map(len, ids))
+
+
+def test_echo_alone_needs_no_tokens(client):
+    assert post(client, "/v1/completions", TEXT, echo=True, max_tokens=0)["choices"][0]["text"] == TEXT["prompt"]
+    chunks = events(client.post("/v1/completions", json={**TEXT, "echo": True, "max_tokens": 0, "stream": True}))
+    assert text_of(chunks) == TEXT["prompt"]
 
 
 def test_chat_logprobs(client):
