@@ -1,5 +1,6 @@
 """CPU kernel rows of the model ops: linear layers, embeddings, norms, rotary, the KV cache and attention."""
 
+from collections.abc import Callable
 from math import prod
 
 from planc.codegen.axes import outer
@@ -7,9 +8,14 @@ from planc.codegen.kernel import Constant, Design, Row, Types, alias, flag, inte
 from planc.compiler.ir.graph import Node
 from planc.compiler.ir.types import PACKED, TensorType
 
+Fits = Callable[[Node, Types], bool]
 FORMATS = {"f32": "PackedF32", "bf16": "PackedBf16", "i8": "PackedI8"}
 _ELEMENTS = {"f32": "float", "bf16": "uint16_t", "i8": "int8_t"}
 _CACHE = "f32 [T, heads, D] and a cache of f32 or bf16 whose block size is a multiple of 16"
+_SCALED_CACHE = "f32 [T, heads, D] and a cache of i8 or f8e4m3 with scales, whose block size is a multiple of 16"
+_CACHE_ELEMENTS = {"f32": "float", "bf16": "uint16_t", "i8": "int8_t", "f8e4m3": "planc::F8"}
+_PARTS = ("k_offset", "v_offset")
+_SCALED_PARTS = (*_PARTS, "k_scale_offset", "v_scale_offset")
 
 
 def _num(node: Node, name: str) -> int:
@@ -112,10 +118,18 @@ def _cache_fits(node: Node, types: Types) -> bool:
     return node.attr("dtype") in ("f32", "bf16") and _num(node, "block") % 16 == 0
 
 
+def _scaled_cache_fits(node: Node, types: Types) -> bool:
+    return node.attr("dtype") in ("i8", "f8e4m3") and _num(node, "block") % 16 == 0
+
+
+def _scaled(node: Node) -> bool:
+    return bool(dict(node.attrs).get("k_scale_offset") is not None)
+
+
 def _cache(node: Node) -> tuple[Constant, ...]:
     dtype = str(node.attr("dtype"))
     return (
-        alias("Element", _ELEMENTS[dtype], dtype),
+        alias("Element", _CACHE_ELEMENTS[dtype], dtype),
         integer("KV_HEADS", _num(node, "heads")),
         integer("K_DIM", _num(node, "k_dim")),
         integer("V_DIM", _num(node, "v_dim")),
@@ -127,7 +141,7 @@ def _cache(node: Node) -> tuple[Constant, ...]:
 def _kv_append(node: Node, types: Types) -> Design:
     (k_row, k_head, _), (v_row, v_head, _) = types[0].strides(), types[1].strides()
     strides = (("KEY_ROW", k_row), ("KEY_HEAD", k_head), ("VALUE_ROW", v_row), ("VALUE_HEAD", v_head))
-    return Design((*_cache(node), *(integer(n, v) for n, v in strides)))
+    return Design((*_cache(node), *(integer(n, v) for n, v in strides)), {"scaled": _scaled(node)})
 
 
 def _attention(node: Node, types: Types) -> Design:
@@ -145,7 +159,7 @@ def _attention(node: Node, types: Types) -> Design:
         flag("SINKS", _has(node, "sinks")),
         flag("ALIBI", _has(node, "alibi")),
     )
-    return Design(constants, {"sinks": _has(node, "sinks"), "alibi": _has(node, "alibi")})
+    return Design(constants, {name: _has(node, name) for name in ("sinks", "alibi")} | {"scaled": _scaled(node)})
 
 
 def _linear_row(op: str, weights: str) -> Row:
@@ -163,6 +177,16 @@ def _norm_row(op: str, views: int) -> Row:
     return Row(op, "norm.cpp.jinja", _norm, says, _norm_fits, views=frozenset(range(views)))
 
 
+def _append_row(says: str, fits: Fits, parts: tuple[str, ...]) -> Row:
+    views, places = frozenset({0, 1}), {3: parts}
+    return Row("kv_append", "kv_append.cpp.jinja", _kv_append, says, fits, views=views, places=places)
+
+
+def _attention_row(says: str, fits: Fits, parts: tuple[str, ...]) -> Row:
+    views, places = frozenset({0}), {1: parts}
+    return Row("paged_attention", "paged_attention.cpp.jinja", _attention, says, fits, views=views, places=places)
+
+
 MODEL: tuple[Row, ...] = (
     _linear_row("linear", "f32 or bf16"),
     _linear_row("qlinear", "i8 with f32 scales"),
@@ -173,22 +197,8 @@ MODEL: tuple[Row, ...] = (
     _norm_row("add_rms_norm", 2),
     _norm_row("add_layer_norm", 2),
     Row("rotary", "rotary.cpp.jinja", _rotary, "x f32[T, heads, D], tables f32[positions, R/2]", views=frozenset({0})),
-    Row(
-        "kv_append",
-        "kv_append.cpp.jinja",
-        _kv_append,
-        _CACHE,
-        _cache_fits,
-        views=frozenset({0, 1}),
-        places={3: ("k_offset", "v_offset")},
-    ),
-    Row(
-        "paged_attention",
-        "paged_attention.cpp.jinja",
-        _attention,
-        _CACHE,
-        _cache_fits,
-        views=frozenset({0}),
-        places={1: ("k_offset", "v_offset")},
-    ),
+    _append_row(_CACHE, _cache_fits, _PARTS),
+    _append_row(_SCALED_CACHE, _scaled_cache_fits, _SCALED_PARTS),
+    _attention_row(_CACHE, _cache_fits, _PARTS),
+    _attention_row(_SCALED_CACHE, _scaled_cache_fits, _SCALED_PARTS),
 )

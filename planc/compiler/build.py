@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _MADE_WITH = ("torch", "transformers", "tokenizers", "numpy")
+KV_DTYPES = {"f32": "f32", "bf16": "bf16", "fp8": "f8e4m3", "int8": "i8"}  # --kv-cache-dtype -> elements of the cache
 _ROWS_BYTES = 16 << 20  # of reference logits at a time, in float32
 
 
@@ -97,9 +98,7 @@ def _check_request(request: BuildRequest) -> Target:
 
 
 def _options(request: BuildRequest, config: "PretrainedConfig", target: Target) -> Options:
-    kv = request.kv_cache_dtype
-    if kv == "auto":
-        kv = "f32" if request.dtype == "f32" else "bf16"
+    kv = KV_DTYPES[_kv_cache_dtype(request)]
     return Options(
         target=target,
         dtype=request.dtype,
@@ -109,6 +108,12 @@ def _options(request: BuildRequest, config: "PretrainedConfig", target: Target) 
         max_num_batched_tokens=request.max_num_batched_tokens,
         block_size=request.block_size,
     )
+
+
+def _kv_cache_dtype(request: BuildRequest) -> str:
+    if request.kv_cache_dtype != "auto":
+        return request.kv_cache_dtype
+    return "f32" if request.dtype == "f32" else "bf16"
 
 
 def _max_model_len(asked: int | None, config: "PretrainedConfig") -> int:
@@ -208,7 +213,9 @@ def _write(
     plan = schema.Plan(
         model=info,
         target=str(options.target),
-        options=schema.Options(options.dtype, options.kv_dtype, options.block_size, request.weights, request.seed),
+        options=schema.Options(
+            options.dtype, _kv_cache_dtype(request), options.block_size, request.weights, request.seed
+        ),
         limits=_limits(graph, options),
         kv=kv_of(graph, options),
         memory=_memory(graph, options),
@@ -251,12 +258,13 @@ def kv_of(graph: Graph, options: Options) -> schema.KVLayout:
     for n in graph.nodes:
         if n.op == "paged_attention":
             masks.setdefault(n.attr("layer"), set()).add((str(n.attr("kind")), int(n.attr("window"))))  # type: ignore[arg-type]
-    names = ("heads", "k_dim", "v_dim", "k_offset", "v_offset")
+    names = ("heads", "k_dim", "v_dim", "k_offset", "v_offset", "k_scale_offset", "v_scale_offset")
     layers = []
     for n in appends:
         readers = masks[n.attr("layer")]
         mask, window = next(iter(readers)) if len(readers) == 1 else ("causal", 0)  # what any of them may look at
-        layers.append(schema.KVLayer(window=window, mask=mask, **{k: int(n.attr(k)) for k in names}))  # type: ignore[arg-type]
+        own = {k: int(v) for k, v in n.attrs if k in names}  # type: ignore[arg-type]
+        layers.append(schema.KVLayer(window=window, mask=mask, **own))
     page_bytes = next(int(v.type.shape[1]) for v in graph.inputs if v.name == "kv")
     return schema.KVLayout(options.kv_dtype, options.block_size, page_bytes, tuple(layers))
 

@@ -1,15 +1,18 @@
 """attention(q, k, v) -> kv_append(k, v, cache); paged_attention(q, cache): keys and values move to a paged cache.
 
 A page holds `block_size` positions of every layer, K then V, at byte offsets that are constants of the plan. Layers
-that attend to the same keys and values share one part of the page.
+that attend to the same keys and values share one part of the page. Elements of 8 bits are followed by their scales, one
+f32 a position and head for K and one for V, so that a page is whole by itself: it is kept, shared and dropped as one.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from planc.compiler.ir.graph import Graph, Node, Value
 from planc.compiler.ir.types import DTYPES, Attr, TensorType
 from planc.passes.options import Options
 
+SCALED = frozenset({"i8", "f8e4m3"})  # caches whose elements have scales
 _ALIGN = 64  # bytes: a cache line, and the widest vector
 
 
@@ -43,20 +46,28 @@ def attentions(graph: Graph) -> list[Node]:
 
 def _layout(nodes: list[Node], graph: Graph, options: Options) -> tuple[dict[tuple[str, ...], _Part], int]:
     parts: dict[tuple[str, ...], _Part] = {}
-    size = DTYPES[options.kv_dtype].itemsize
     at = 0
     for n in nodes:
         k, v = (graph.types[i] for i in n.inputs[1:3])
         if n.inputs[1:3] in parts:
             continue
         heads, k_dim, v_dim = int(k.shape[1]), int(k.shape[2]), int(v.shape[2])
-        k_bytes = _aligned(heads * k_dim * options.block_size * size)
-        v_bytes = _aligned(heads * v_dim * options.block_size * size)
         attrs: dict[str, Attr] = {"layer": len(parts), "heads": heads, "k_dim": k_dim, "v_dim": v_dim}
-        attrs |= {"block": options.block_size, "dtype": options.kv_dtype, "k_offset": at, "v_offset": at + k_bytes}
+        attrs |= {"block": options.block_size, "dtype": options.kv_dtype}
+        for name, size in _sizes(heads, k_dim, v_dim, options):
+            attrs[name] = at
+            at += _aligned(size)
         parts[n.inputs[1:3]] = _Part(attrs, n)
-        at += k_bytes + v_bytes
     return parts, at
+
+
+def _sizes(heads: int, k_dim: int, v_dim: int, options: Options) -> Iterator[tuple[str, int]]:
+    """The parts of a layer in the page, in order: the attribute that holds a part's offset, and its bytes."""
+    vectors = heads * options.block_size
+    for name, dim in (("k", k_dim), ("v", v_dim)):
+        yield f"{name}_offset", vectors * dim * DTYPES[options.kv_dtype].itemsize
+        if options.kv_dtype in SCALED:
+            yield f"{name}_scale_offset", vectors * DTYPES["f32"].itemsize
 
 
 def _aligned(n: int) -> int:

@@ -50,7 +50,8 @@ class Limits:
 class KVLayer:
     """One attention layer's part of a page: byte offsets of K [heads, k_dim, block] and V [heads, block, v_dim].
 
-    `mask` is causal, sliding or chunked, `window` its size (0 for causal).
+    `mask` is causal, sliding or chunked, `window` its size (0 for causal). Elements of 8 bits are codes, each times the
+    scale of its position and head: f32 [heads, block] at `k_scale_offset` and `v_scale_offset`.
     """
 
     heads: int
@@ -60,11 +61,13 @@ class KVLayer:
     k_offset: int
     v_offset: int
     mask: str = "causal"
+    k_scale_offset: int | None = None
+    v_scale_offset: int | None = None
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The paged cache: a page holds `block_size` positions of every layer in `page_bytes`."""
+    """The paged cache: a page holds `block_size` positions of every layer in `page_bytes`, scales included."""
 
     dtype: str
     block_size: int

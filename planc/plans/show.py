@@ -8,7 +8,7 @@ from planc.plans.schema import Accuracy, Plan
 
 Rows = list[tuple[str, str]]
 _LAYER = re.compile(r"\bl(\d+)\.|\blayers\.(\d+)\.|\bh\.(\d+)\.")
-_OWN = re.compile(r" at 0x[0-9a-f]+|\b(layer|k_offset|v_offset)=\d+")
+_OWN = re.compile(r" at 0x[0-9a-f]+|\b(layer|[kv](_scale)?_offset)=\d+")
 
 
 def mib(n: int) -> str:
@@ -43,11 +43,16 @@ def _model(plan: Plan) -> Rows:
         ("architecture", f"{m.architecture} ({m.model_type}), {m.num_layers} layers, {m.num_parameters / 1e6:,.1f} M"),
         ("fingerprint", m.fingerprint[:16]),
         ("target", plan.target),
-        ("dtype", f"{plan.options.dtype} weights, {plan.kv.dtype} KV cache in blocks of {plan.kv.block_size}"),
+        ("dtype", f"{plan.options.dtype} weights, {_cache(plan)} KV cache in blocks of {plan.kv.block_size}"),
         *[(f"fixed at {plan.limits.max_model_len:,} tokens", path) for path in m.fixed_regimes],
         ("weights", "packed" if plan.has_weights else "none (built with --weights none)"),
         ("made with", ", ".join(f"{k} {v}" for k, v in plan.made_with.items())),
     ]
+
+
+def _cache(plan: Plan) -> str:
+    scaled = any(layer.k_scale_offset is not None for layer in plan.kv.layers)
+    return plan.options.kv_cache_dtype + (" (a scale a token and head)" if scaled else "")
 
 
 def _memory(plan: Plan) -> Rows:

@@ -21,21 +21,22 @@ class Shape:
 
     @property
     def cache(self) -> dict[str, Attr]:
-        size = DTYPES[self.dtype].itemsize
-        k_bytes = self.kv_heads * self.k_dim * self.block * size
-        v_bytes = self.kv_heads * self.v_dim * self.block * size
-        v_offset = -(-(self.pad + k_bytes) // 64) * 64
-        return {
+        attrs: dict[str, Attr] = {
             "layer": 0,
             "heads": self.kv_heads,
             "k_dim": self.k_dim,
             "v_dim": self.v_dim,
             "block": self.block,
             "dtype": self.dtype,
-            "k_offset": self.pad,
-            "v_offset": v_offset,
-            "page_bytes": -(-(v_offset + v_bytes) // 64) * 64 + 64,
         }
+        at = self.pad
+        for name, dim in (("k", self.k_dim), ("v", self.v_dim)):
+            attrs[f"{name}_offset"] = at
+            at = -(-(at + self.kv_heads * dim * self.block * DTYPES[self.dtype].itemsize) // 64) * 64
+            if self.dtype in ("i8", "f8e4m3"):
+                attrs[f"{name}_scale_offset"] = at
+                at += self.kv_heads * self.block * 4
+        return attrs | {"page_bytes": at + 64}
 
 
 def page_table(lengths: list[int], block: int, seed: int = 0) -> tuple[np.ndarray, int]:

@@ -26,6 +26,22 @@ ROWS = {  # name -> geometry and what differs from the plain causal mask
         Shape(4, 2, 24, 24, dtype="bf16"),
         {"kind": "sliding", "window": 300, "softcap": 3.0, "sinks": True, "alibi": True},
     ),
+    "mha, i8": (Shape(2, 2, 16, 16, dtype="i8"), {}),
+    "mha, f8": (Shape(2, 2, 16, 16, dtype="f8e4m3"), {}),
+    "gqa 3, i8": (Shape(9, 3, 64, 64, dtype="i8"), {}),
+    "gqa 3, f8": (Shape(9, 3, 64, 64, dtype="f8e4m3"), {}),
+    "mqa 8, block 32, i8": (Shape(8, 1, 128, 128, block=32, dtype="i8"), {}),
+    "latent, f8": (Shape(4, 4, 24, 16, dtype="f8e4m3"), {}),
+    "odd widths, i8": (Shape(4, 2, 21, 35, dtype="i8"), {"q": "strides:500,40"}),
+    "odd widths, block 32, f8": (Shape(4, 2, 35, 5, block=32, dtype="f8e4m3"), {"kind": "chunked", "window": 48}),
+    "all at once, i8": (
+        Shape(4, 2, 24, 20, dtype="i8"),
+        {"kind": "sliding", "window": 300, "softcap": 3.0, "sinks": True, "alibi": True},
+    ),
+    "all at once, f8": (
+        Shape(4, 1, 24, 24, dtype="f8e4m3"),
+        {"kind": "sliding", "window": 40, "softcap": 3.0, "sinks": True, "alibi": True},
+    ),
     "all at once": (Shape(6, 2, 24, 24, block=64), {"kind": "sliding", "window": 40, "softcap": 3.0, "sinks": True}),
 }
 

@@ -1,5 +1,7 @@
 // Attention over the paged cache: y[T, HEADS, V_DIM] = softmax(mask(q . K * scale)) V, each token within its sequence.
 //
+// Elements of 8 bits are widened as codes. A key's scale multiplies its score and a value's scale its probability.
+//
 // Keys are walked in chunks of 256 absolute positions. A chunk gives (peak, sum, weighted values) of its own: scores,
 // their peak, exponentials, the sum in 16 lanes (lane = position % 16), values added in order of position. Chunks join in
 // order. Rows (token, query head) that share a KV head run together in registers, which never changes a row's bits.
@@ -19,7 +21,7 @@ enum class MaskKind { CAUSAL, SLIDING, CHUNKED };
 // What attention reads of a step.
 struct AttentionInputs {
     const float* q;              // [T, HEADS, K_DIM], strides Q_ROW and Q_HEAD
-    void *keys, *values;         // the layer's part of the cache, which already holds this step's own
+    CacheParts cache;            // the layer's, which already holds this step's own
     const int32_t* page_table;   // [S, table_stride]
     const int32_t* query_start;  // [S + 1]: the rows of each sequence
     const int32_t* positions;    // [T]
@@ -47,6 +49,7 @@ struct RowState {
 template <class Config>
 class PagedAttention {
     using Element = typename Config::Element;
+    static constexpr bool SCALED = Codes<Element>::SCALED;
     static constexpr int K_DIM = Config::K_DIM, V_DIM = Config::V_DIM, BLOCK_SIZE = Config::BLOCK_SIZE;
     static constexpr int GROUP = Config::HEADS / Config::KV_HEADS;
     static constexpr int TILE_TOKENS = std::max(1, detail::TILE_ROWS / GROUP);
@@ -142,7 +145,7 @@ class PagedAttention {
         }
         if (first >= last) return used;
         score(c, rows, pages, head, first, last);
-        for (int m = 0; m < MR; ++m) exponentiate(c, m, first, last);
+        exponentiate(c, pages, head, first, last);
         weigh_all(c, pages, head);
         for (int m = 0; m < used; ++m) {
             if (c.begin[m] < c.end[m]) join(*rows[m].state, c.peak[m], c.sum[m], c.values[m]);
@@ -166,10 +169,11 @@ class PagedAttention {
     PLANC_INLINE void score_blocks(Chunk<MR>& c, const Row* rows, const int32_t* pages, int head, int j, Vec (&peak)[MR]) const {
         const Element* key[NB];
         const float* q[MR];
-        Vec acc[MR][NB] = {};
+        Vec acc[MR][NB] = {}, scale[NB];
         for (int b = 0; b < NB; ++b) {
             const int position = c.base + j + b * LANES;
-            key[b] = Cache<Config>::key(in_.keys, pages[position / BLOCK_SIZE], head, position % BLOCK_SIZE);
+            key[b] = Cache<Config>::key(in_.cache.keys, pages[position / BLOCK_SIZE], head, position % BLOCK_SIZE);
+            scale[b] = scales(in_.cache.key_scales, position, pages, head, Config::SCALE);
         }
         for (int m = 0; m < MR; ++m) q[m] = rows[m].q;
         for (int d = 0; d < K_DIM; ++d) {
@@ -183,15 +187,25 @@ class PagedAttention {
         PLANC_UNROLL for (int m = 0; m < MR; ++m) {
             PLANC_UNROLL for (int b = 0; b < NB; ++b) {
                 const int at = j + b * LANES;
-                const Vec s = masked(biased(adjusted(acc[m][b]), rows[m], c.base + at), c.begin[m] - at, c.end[m] - at);
+                const Vec s = masked(biased(adjusted(acc[m][b], scale[b]), rows[m], c.base + at), c.begin[m] - at, c.end[m] - at);
                 store(c.p[m] + at, s);
                 peak[m] = max(peak[m], s);
             }
         }
     }
 
-    static PLANC_INLINE Vec adjusted(Vec dot) {
-        const Vec s = dot * splat(Config::SCALE);
+    // `factor` times the scales of 16 positions from `position` on, for codes as they are widened.
+    static PLANC_INLINE Vec scales(void* part, int position, const int32_t* pages, int head, float factor) {
+        if constexpr (!SCALED) {
+            return splat(factor);
+        } else {
+            const float* at = Cache<Config>::scale(part, pages[position / BLOCK_SIZE], head, position % BLOCK_SIZE);
+            return load(at) * splat(factor / Codes<Element>::UNIT);
+        }
+    }
+
+    static PLANC_INLINE Vec adjusted(Vec dot, Vec scale) {
+        const Vec s = dot * scale;
         if constexpr (Config::SOFTCAP == 0.0f) return s;
         return splat(Config::SOFTCAP) * tanh(s / splat(Config::SOFTCAP));
     }
@@ -210,18 +224,20 @@ class PagedAttention {
         return select(less(lane, splat_int(begin)), never, select(less(lane, splat_int(end)), s, never));
     }
 
-    // Scores become exp(score - peak); their sum.
+    // Scores become exp(score - peak), times the scale of the value that they weigh; the sum is without it.
     template <int MR>
-    static void exponentiate(Chunk<MR>& c, int m, int first, int last) {
-        if (c.begin[m] >= c.end[m]) return;
-        const Vec peak = splat(c.peak[m]);
-        Vec total = zero();
-        for (int j = first; j < last; j += LANES) {
-            const Vec e = exp(load(c.p[m] + j) - peak);
-            store(c.p[m] + j, e);
-            total = total + e;
+    void exponentiate(Chunk<MR>& c, const int32_t* pages, int head, int first, int last) const {
+        for (int m = 0; m < MR; ++m) {
+            if (c.begin[m] >= c.end[m]) continue;
+            const Vec peak = splat(c.peak[m]);
+            Vec total = zero();
+            for (int j = first; j < last; j += LANES) {
+                const Vec e = exp(load(c.p[m] + j) - peak);
+                store(c.p[m] + j, SCALED ? e * scales(in_.cache.value_scales, c.base + j, pages, head, 1.0f) : e);
+                total = total + e;
+            }
+            c.sum[m] = sum(total);
         }
-        c.sum[m] = sum(total);
     }
 
     // values[m] = sum of p[m][j] V[j], j ascending over what row m sees. Positions that all rows see run together; the
@@ -256,7 +272,7 @@ class PagedAttention {
         }
         for (int j = part.begin; j < part.end;) {
             const int slot = (base + j) % BLOCK_SIZE, stop = std::min(part.end, j + BLOCK_SIZE - slot);
-            const Element* row = Cache<Config>::value(in_.values, pages[(base + j) / BLOCK_SIZE], head, slot);
+            const Element* row = Cache<Config>::value(in_.cache.values, pages[(base + j) / BLOCK_SIZE], head, slot);
             for (; j < stop; ++j, row += V_DIM) {
                 Vec x[NV];
                 PLANC_UNROLL for (int v = 0; v < NV; ++v) x[v] = load_value(row, first + v);

@@ -1,0 +1,85 @@
+// Vectors in 8 bits: in go floats, out come codes and the one scale that they share, and back.
+//
+//     code = round(x / scale), scale = amax(|x|) / LIMIT
+//
+// A vector of zeros has scale 0. One that holds a NaN or an infinity has scale NaN, which says so to whoever reads it.
+#pragma once
+#include <type_traits>
+
+#include "planc/vecmath.h"
+
+namespace planc {
+
+// An element in f8e4m3: sign, four bits of exponent (bias 7), three of mantissa.
+struct F8 {
+    uint8_t bits;
+};
+
+// LIMIT: the largest magnitude of a code. `widen` gives codes times UNIT, a power of two.
+template <class Element>
+struct Codes {
+    static constexpr bool SCALED = false;
+};
+
+template <>
+struct Codes<int8_t> {
+    static constexpr bool SCALED = true;
+    static constexpr float LIMIT = 127.0f, UNIT = 1.0f;
+    static PLANC_INLINE VecI of(Vec x) { return to_int(detail::round_nearest(x)); }
+};
+
+template <>
+struct Codes<F8> {
+    static constexpr bool SCALED = true;
+    static constexpr float LIMIT = 448.0f, UNIT = 0x1p-8f;
+    // Ties to even. Below 2^-6 the codes are multiples of 2^-9.
+    static PLANC_INLINE VecI of(Vec x) {
+        const VecI bits = as_int(x), magnitude = bits & splat_int(0x7fffffff);
+        const VecI odd = shift_right<20>(magnitude) & splat_int(1);
+        const VecI normal = shift_right<20>(magnitude + splat_int(0x7ffff) + odd) - splat_int(120 << 3);
+        const VecI tiny = to_int(detail::round_nearest(as_float(magnitude) * splat(512.0f)));
+        const VecI code = select(less(as_float(magnitude), splat(0x1p-6f)), tiny, normal);
+        return code | (shift_right<24>(bits) & splat_int(0x80));
+    }
+};
+
+PLANC_INLINE Vec load_as_float(const F8* p) { return widen_f8(&p->bits); }
+PLANC_INLINE Vec load_as_float(const F8* p, int n) {
+    uint8_t padded[LANES] = {};
+    std::memcpy(padded, p, size_t(n));
+    return widen_f8(padded);
+}
+
+namespace detail {
+template <int WIDTH>
+PLANC_INLINE float scale_of(const float* x, float limit) {
+    Vec top = zero(), poison = zero();
+    for_each_vec(WIDTH, [&](int i, int n) PLANC_INLINED {
+        const Vec v = load_lanes(x + i, n);
+        top = max(abs(v), top);
+        poison = poison + (v - v);  // 0, or a NaN when v is no number
+    });
+    return max(top) / limit + sum(poison);
+}
+}  // namespace detail
+
+// Writes the codes of x[WIDTH], `stride` elements apart, and returns their scale.
+template <int WIDTH, class Element>
+PLANC_INLINE float narrow(const float* x, Element* to, int64_t stride) {
+    using C = Codes<Element>;
+    const float scale = detail::scale_of<WIDTH>(x, C::LIMIT);
+    for_each_vec(WIDTH, [&](int i, int n) PLANC_INLINED {
+        uint16_t codes[LANES] = {};
+        if (scale > 0.0f) {
+            const Vec ratio = min(splat(C::LIMIT), max(splat(-C::LIMIT), load_lanes(x + i, n) / splat(scale)));
+            narrow_u16(codes, C::of(ratio) & splat_int(0xff));
+        }
+        for (int lane = 0; lane < n; ++lane) {
+            const uint8_t code = uint8_t(codes[lane]);
+            std::memcpy(to + (i + lane) * stride, &code, 1);
+        }
+    });
+    return scale;
+}
+
+}  // namespace planc
