@@ -11,7 +11,12 @@ T = TypeVar("T")
 
 def to_json(obj: Any) -> str:
     """Canonical JSON: keys in field order, floats by repr, a newline at the end; equal data gives equal bytes."""
-    return json.dumps(dataclasses.asdict(obj), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return dumps(dataclasses.asdict(obj))
+
+
+def dumps(data: Any) -> str:
+    """Plain values as JSON, in the one form that `to_json` has."""
+    return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def decode(cls: type[T], data: Any, where: str = "plan") -> T:

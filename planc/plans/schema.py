@@ -118,10 +118,26 @@ class Golden:
 
 
 @dataclass(frozen=True)
+class WeightError:
+    """How far the stored form of a weight is from the checkpoint's: ||stored - original|| / ||original||, Frobenius.
+
+    `modules` are the modules whose parameters the weight joins, `kind` what reads it: linear, expert, head, embedding
+    or router.
+    """
+
+    modules: tuple[str, ...]
+    kind: str
+    scheme: str
+    error: float
+
+
+@dataclass(frozen=True)
 class Accuracy:
     """Distance to the original model in float32 over `tokens` next-token distributions; KL in nats.
 
-    `reference` is "none" when the build skipped it; the figures are then None.
+    `reference` is "none" when the build skipped it; the figures are then None. `most_kl` and `most_ppl_increase` (a
+    share) are what the build allowed, `widened` the modules that `--auto-mixed` gave a wider scheme to stay within
+    that, `weights` the error of each quantized weight.
     """
 
     reference: str
@@ -131,6 +147,10 @@ class Accuracy:
     top1_agreement: float | None = None
     perplexity: float | None = None
     reference_perplexity: float | None = None
+    most_kl: float | None = None
+    most_ppl_increase: float | None = None
+    widened: tuple[str, ...] = ()
+    weights: tuple[WeightError, ...] = ()
 
 
 @dataclass(frozen=True)

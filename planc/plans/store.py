@@ -8,11 +8,12 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from planc.errors import PlancError, UsageError
-from planc.plans.codec import decode, to_json
+from planc.plans.codec import decode, dumps, to_json
 from planc.plans.schema import SCHEMA_VERSION, Plan
 
 MANIFEST = "plan.json"
@@ -48,13 +49,14 @@ def load(path: str | Path) -> Plan:
         plan = decode(Plan, data)
     except ValueError as e:
         raise PlancError(f"{manifest}: {e}. Rebuild the plan.") from None
-    if plan.digest != _digest(plan):
+    if plan.digest != _digest(data):
         raise PlancError(f"{manifest} has changed since the build. Rebuild the plan.")
     return plan
 
 
-def _digest(plan: Plan) -> str:
-    return hashlib.sha256(to_json(replace(plan, digest="")).encode()).hexdigest()
+def _digest(data: dict[str, Any]) -> str:
+    """Of what is written, not of what is read: a plan from before a field was added stays as it was sealed."""
+    return hashlib.sha256(dumps(data | {"digest": ""}).encode()).hexdigest()
 
 
 def listing(root: Path) -> dict[str, str]:
@@ -66,7 +68,7 @@ def listing(root: Path) -> dict[str, str]:
 def seal(root: Path, plan: Plan) -> Plan:
     """Hashes the files that lie in `root`, writes plan.json, returns the plan with its file table."""
     sealed = replace(plan, files=listing(root))
-    sealed = replace(sealed, digest=_digest(sealed))
+    sealed = replace(sealed, digest=_digest(asdict(sealed)))
     (root / MANIFEST).write_text(to_json(sealed))
     return sealed
 

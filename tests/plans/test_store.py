@@ -1,6 +1,7 @@
 """Plan directories: written whole or not at all, read back equal, refused by name when they do not fit."""
 
 import errno
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from planc.errors import PlancError, UsageError
 from planc.plans import schema
 from planc.plans.check import check
-from planc.plans.codec import to_json
+from planc.plans.codec import dumps, to_json
 from planc.plans.diff import diff
 from planc.plans.store import check_free, listing, load, publish, seal
 from planc.plans.tensors import Writer, read_header
@@ -89,6 +90,19 @@ def test_force_deletes_plans_only(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not a plan"):
         check_free(home, force=True)
     assert (home / "letter.txt").read_text() == "dear"
+
+
+def test_a_plan_from_before_a_field_was_added_still_loads(tmp_path: Path) -> None:
+    out = written(tmp_path / "plan")
+    data = json.loads((out / "plan.json").read_text())
+    del data["accuracy"]["weights"], data["kv"]["layers"][0]["mask"]
+    data["digest"] = ""
+    data["digest"] = hashlib.sha256(dumps(data).encode()).hexdigest()
+    (out / "plan.json").write_text(dumps(data))
+    assert load(out).accuracy == make().accuracy
+    (out / "plan.json").write_text(dumps(data | {"goldens_target": "cpu:x86-64-v3"}))
+    with pytest.raises(PlancError, match="has changed"):
+        load(out)
 
 
 @pytest.mark.parametrize(
