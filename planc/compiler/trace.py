@@ -28,6 +28,7 @@ from planc.errors import PlancError
 
 _UNLIMITED = 4096  # positions of a model whose config names no limit
 _COUNTS = (*range(2, 131), 255, 256, 257, 1000, 1024, 4095, 4096, 65537, 10**6)
+_RECURRENT = "linear_attention"  # transformers' word for every kind of recurrent layer
 ROWS = 3  # rows of logits asked for while tracing; any number but 0, 1 and the token count
 
 
@@ -93,10 +94,10 @@ def _traced_by(
             return None
         if name == attention and not has_interface(model):
             return None
-        if getattr(model, "_is_stateful", False):
+        if state := _recurrent_state(model):
             raise refused(
-                f"{type(model).__name__} keeps a recurrent state beside keys and values (so its code says); a plan has "
-                "no place for one yet"
+                f"{type(model).__name__} keeps a recurrent state beside keys and values ({state}); a plan has no place "
+                "for one yet"
             )
         set_experts(model, name)
         if prepare is not None:
@@ -106,6 +107,14 @@ def _traced_by(
             most = None if attention == name else limit - 1  # a mask in a buffer may end at the last position
             made = capture(config.model_type, Step(model), buffers, tokens, most)
         return replace(made, regimes=tuple(regimes), limit=limit)
+
+
+def _recurrent_state(model: PreTrainedModel) -> str:
+    """Who says that the model keeps a state from token to token; nothing when nobody does."""
+    if getattr(model, "_is_stateful", False):
+        return "so its code says"
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return f"its layers of type {_RECURRENT}" if _RECURRENT in kinds else ""
 
 
 def has_interface(model: PreTrainedModel) -> bool:

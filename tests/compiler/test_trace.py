@@ -331,7 +331,7 @@ def test_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         trace(small())
 
 
-@pytest.mark.parametrize("arch", ["mamba2", "rwkv"])
+@pytest.mark.parametrize("arch", ["mamba2", "minimax", "rwkv"])
 def test_models_with_a_recurrent_state_are_refused(arch: str) -> None:
     message = r"\w+ForCausalLM keeps a recurrent state beside keys and values .*run it with transformers"
     with pytest.raises(PlancError, match=message):

@@ -19,7 +19,7 @@ from planc.compiler.coverage import run
 from planc.compiler.coverage.small import VOCAB, small
 from planc.compiler.coverage.tokenizer import small_tokenizer
 from planc.compiler.coverage.types import ModelType
-from planc.compiler.coverage.weights import logits, relative_error, steady_model
+from planc.compiler.coverage.weights import doubled, logits, relative_error, steady_model
 from planc.compiler.refusal import NEXT_STEP
 from planc.compiler.source.base import one_line
 from planc.errors import PlancError
@@ -30,6 +30,7 @@ CHUNKS = (7, 32, 256)  # tokens of a prefill step; the last takes the prompt at 
 ROWS = 32  # of logits in a step
 TOLERANCE = 1e-4  # of the largest logit
 TIE = 1e-5
+AHEAD = 3  # other last tokens
 CHAOS = 1e-2  # where a jitter of the weights moves the logits so far, no two programs agree
 
 DEFECTS = ("the C++ compiler failed",)  # errors that no model is to blame for
@@ -84,10 +85,12 @@ def _prompt(config: PretrainedConfig) -> Tensor:
 
 
 def _sees_ahead(model: PreTrainedModel, prompt: Tensor) -> bool:
-    """Whether another last token changes the logits before it."""
-    other = prompt.clone()
-    other[-1] = 4 if prompt[-1] != 4 else 5
-    error = relative_error(logits(model, other)[:-1], logits(model, prompt)[:-1])
+    """Whether another last token changes the logits before it, whichever it is."""
+    other = prompt.repeat(AHEAD, 1)
+    other[:, -1] = torch.tensor([t for t in range(4, 5 + AHEAD) if t != prompt[-1]][:AHEAD])
+    model = doubled(model, prompt)
+    before = logits(model, prompt)[:-1]
+    error = min(relative_error(logits(model, ids)[:-1], before) for ids in other)
     if error != error:
         raise PlancError("its logits are not finite")
     return error > TOLERANCE

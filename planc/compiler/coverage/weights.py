@@ -4,11 +4,14 @@ Choices of a model (which experts, which tokens) turn on differences. Where roun
 programs differ; weights for which that happens are drawn anew.
 """
 
+import copy
+
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from planc.compiler.source.base import new_model
+from planc.compiler.trace import set_experts
 
 SEEDS = 8
 JITTER = 3e-6  # of each weight: some roundings' worth
@@ -22,6 +25,8 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in _stored(model):
+            if _is_computed(tensor):
+                continue
             tensor.copy_(_drawn(tensor, torch.randn(tensor.shape, generator=generator)))
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding):
@@ -53,6 +58,17 @@ def logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return rows.float()
 
 
+def doubled(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
+    """The model in float64, where rounding flips no choice; the model itself when its code runs in float32 alone."""
+    other = copy.deepcopy(model).double()
+    set_experts(other, "eager")  # the default's products know no float64
+    try:
+        logits(other, ids)
+    except Exception:  # noqa: BLE001 - transformers' code of any model
+        return model
+    return other
+
+
 def relative_error(a: Tensor, b: Tensor) -> float:
     """Largest difference over the largest value of `b`; NaN where either has one."""
     return float((a - b).abs().max() / b.abs().max())
@@ -64,6 +80,14 @@ def _drawn(tensor: Tensor, noise: Tensor) -> Tensor:
     first = tensor[0]
     scale = first if bool(first != 0) and bool((tensor == first).all()) else 1.0  # a constant may be of any size
     return tensor + 0.2 * scale * noise
+
+
+def _is_computed(tensor: Tensor) -> bool:
+    """A buffer that holds different values already (a mask, a decay): drawn at random it would mean something else.
+
+    What training fills begins as one value.
+    """
+    return not isinstance(tensor, torch.nn.Parameter) and bool((tensor != tensor.reshape(-1)[:1]).any())
 
 
 def _stored(model: PreTrainedModel) -> list[Tensor]:

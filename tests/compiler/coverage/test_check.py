@@ -1,6 +1,7 @@
 """One type's row: right plans are ok, wrong ones WRONG, refusals and encoders told as such."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,33 @@ def test_a_refusal_keeps_its_first_line(monkeypatch: Any) -> None:
 
 def test_attention_to_the_future_shows() -> None:
     assert check(ModelType("bert")).verdict == EXCLUDED
+
+
+class Flips(torch.nn.Module):
+    """Rows that the last token reaches by rounding alone, and a choice that turns on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(8e4))
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        large = self.scale * input_ids[:, -1:]
+        tenth = (0.1 + large) - large  # but for rounding
+        chosen = (tenth > 0.1001).to(tenth.dtype)
+        return SimpleNamespace(logits=torch.stack([1 + chosen.expand(input_ids.shape), input_ids / 10], -1))
+
+
+def test_a_choice_that_rounding_flips_is_not_the_future(monkeypatch: Any) -> None:
+    model, prompt = Flips(), torch.arange(4, 12)
+    assert not module._sees_ahead(model, prompt)
+    monkeypatch.setattr(module, "doubled", lambda model, prompt: model)
+    assert module._sees_ahead(model, prompt)  # as float32 has it
+
+
+def test_a_model_with_a_recurrent_state_is_a_decoder() -> None:
+    row = check(ModelType("minimax"))
+    assert row.verdict == REFUSED
+    assert "keeps a recurrent state" in row.detail
 
 
 def test_tokens_that_differ_are_a_tie_only_where_the_logits_are() -> None:
