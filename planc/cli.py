@@ -69,17 +69,25 @@ def _build_extra(verb: F) -> F:
 @click.option("--model", required=True, help="Hugging Face folder or hub id, a .gguf file, or an alias (smollm2-135m).")
 @click.option(
     "--dtype",
-    type=click.Choice(["bf16", "f32", "int8"]),
-    default="bf16",
+    metavar="NAME",
+    default="auto",
     show_default=True,
-    help="Storage of the weights of linear layers and embeddings.",
+    help="Storage of weights: bf16, f32, int8 (W8A8), int8-wo, fp8, fp8-block, awq[-g64|-g32], int4-wo[-g64|-g32]. "
+    "auto: as the checkpoint is quantized, else bf16.",
 )
+@click.option("--quant-config", type=PLAN, metavar="FILE", help="JSON: default, lm_head, embedding, router, modules.")
 @click.option("--target", default="cpu", show_default=True, help="cpu (this machine's) or cpu:<isa>.")
 @click.option("--max-model-len", type=int, help="Tokens of one sequence. [default: the model's]")
 @click.option("--max-num-seqs", type=int, default=64, show_default=True, help="Sequences in one step.")
 @click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True, help="Tokens in one step.")
 @click.option("--block-size", type=int, default=16, show_default=True, help="Tokens in a block of the KV cache.")
-@click.option("--kv-cache-dtype", type=click.Choice(["auto", "f32", "bf16"]), default="auto", show_default=True)
+@click.option(
+    "--kv-cache-dtype",
+    type=click.Choice(["auto", "f32", "bf16", "fp8", "int8"]),
+    default="auto",
+    show_default=True,
+    help="Elements of the KV cache; fp8 and int8 have a scale a token and head. auto: f32 for f32 weights, else bf16.",
+)
 @click.option(
     "--weights",
     type=click.Choice(["pack", "none"]),
@@ -226,6 +234,23 @@ def verify(plan: Path, threads: int | None) -> None:
         told = "equal" if v.differs_at is None else f"differs at token {v.differs_at}" + (" (a tie)" if v.tied else "")
         click.echo(f"{'ok  ' if v.ok else 'FAIL'} {v.golden.prompt!r}: {told}")
     sys.exit(0 if all(v.ok for v in results) else 1)
+
+
+@main.command()
+@click.argument("plan", type=PLAN)
+@click.option("--tasks", required=True, help="Tasks of lm-evaluation-harness, separated by commas.")
+@click.option("--limit", type=float, help="Examples of each task: a count, or a share below 1. [default: all]")
+@click.option("--num-fewshot", type=int, help="Examples shown before each question. [default: the task's]")
+@click.option("--batch-size", type=int, default=8, show_default=True, help="Prompts in one request.")
+@click.option("--apply-chat-template", is_flag=True, help="Ask as a user's turn of a conversation.")
+@click.option("--include-path", type=click.Path(path_type=Path), help="A folder with more tasks.")
+@click.option("--output", type=click.Path(path_type=Path), help="Write the harness's results there, as JSON.")
+@click.option("--threads", type=int, help="Threads of a step. [default: the CPUs that this process may use]")
+def accuracy(**flags: Any) -> None:
+    """Serve a plan to lm-evaluation-harness and print its scores."""
+    from planc.runtime.harness import HarnessOptions, evaluate
+
+    evaluate(HarnessOptions(**flags))
 
 
 @main.command()

@@ -20,11 +20,13 @@ from planc.compiler.reference import reference_logits
 from planc.compiler.residency import bounded
 from planc.compiler.source import ModelSource, open_source
 from planc.compiler.source.base import most_positions
+from planc.compiler.storage import check_kernels, storage
 from planc.compiler.tokenizer import save_tokenizer
 from planc.errors import PlancError, UsageError
 from planc.passes.memory import arena_bytes
 from planc.passes.options import Options
 from planc.passes.pipeline import run as run_passes
+from planc.passes.schemes import QuantConfig
 from planc.plans import schema, store
 from planc.plans.host import missing_flags
 from planc.runtime.cpu import CpuExecutor
@@ -45,7 +47,8 @@ class BuildRequest:
 
     model: str
     out: Path
-    dtype: str = "bf16"
+    dtype: str = "auto"
+    quant_config: Path | None = None
     target: str = "cpu"
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -76,7 +79,9 @@ def build(request: BuildRequest, progress: Progress) -> schema.Plan:
         trust_remote_code=request.trust_remote_code,
     ) as source:
         config = source.config()
-        options = _options(request, config, target)
+        quant = storage(request.dtype, request.quant_config, source)
+        check_kernels(quant, target)
+        options = _options(request, config, target, quant)
         graph, log, info = _compile(source, config, options, request, progress)
         with store.publish(request.out, force=request.force) as root:
             plan = _write(root, graph, log, info, source, options, request, progress)
@@ -97,11 +102,12 @@ def _check_request(request: BuildRequest) -> Target:
     return targets.parse(request.target)
 
 
-def _options(request: BuildRequest, config: "PretrainedConfig", target: Target) -> Options:
+def _options(request: BuildRequest, config: "PretrainedConfig", target: Target, quant: QuantConfig) -> Options:
     kv = KV_DTYPES[_kv_cache_dtype(request)]
     return Options(
         target=target,
-        dtype=request.dtype,
+        dtype=quant.default,
+        quant=quant,
         kv_dtype=kv,
         max_model_len=_max_model_len(request.max_model_len, config),
         max_num_seqs=request.max_num_seqs,

@@ -26,11 +26,11 @@ def mergeable(graph: Graph) -> list[Node]:
 
 
 def groups(graph: Graph) -> list[list[Node]]:
-    """Linear layers by input and by whether they have a bias, two or more a group, in graph order."""
+    """Linear layers by input, bias or none, and storage, two or more a group, in graph order."""
     table: dict[object, list[Node]] = {}
     for n in graph.nodes:
         if n.op == "linear" and n.inputs[1] in graph.weight_by_name:
-            table.setdefault((n.inputs[0], n.attr("bias", False)), []).append(n)
+            table.setdefault((n.inputs[0], n.attr("bias", False), n.attr("store", "")), []).append(n)
     return [g for g in table.values() if len(g) > 1]
 
 

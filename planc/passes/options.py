@@ -1,13 +1,18 @@
 """What the passes may ask about a build: in goes the command line, out comes a frozen row for each pass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from planc.codegen.target import Target
+from planc.passes.choices import Choices
+from planc.passes.schemes import QuantConfig
 
 
 @dataclass(frozen=True)
 class Options:
-    """`dtype` is the weight scheme (f32, bf16, int8); `kv_dtype` f32 or bf16; sizes count tokens or sequences."""
+    """`dtype` is the storage of weights: a dtype or a scheme; `quant` what is said of single modules besides; `choices`
+    what calibration found; `kv_dtype` the cache's: f32, bf16, f8e4m3 or i8; sizes count tokens or sequences.
+    """
 
     target: Target
     dtype: str
@@ -17,6 +22,13 @@ class Options:
     max_num_batched_tokens: int
     block_size: int
     tp: int = 1
+    quant: QuantConfig | None = None
+    choices: Choices = field(default_factory=Choices)
+
+    @cached_property
+    def storage(self) -> QuantConfig:
+        """What says how each weight is stored."""
+        return self.quant or QuantConfig(self.dtype)
 
     @property
     def dims(self) -> dict[str, int]:

@@ -12,11 +12,23 @@ from planc.compiler.ir.graph import Graph, Node
 from planc.compiler.ir.text import to_text
 from planc.compiler.ir.verify import verify
 from planc.errors import PlancError
-from planc.passes import activation, fold, fuse_act, fuse_add_norm, kv_layout, merge_linear, norm, quantize, rotary
+from planc.passes import (
+    activation,
+    assign,
+    fold,
+    fuse_act,
+    fuse_add_norm,
+    kv_layout,
+    merge_linear,
+    norm,
+    quantize,
+    rotary,
+)
 from planc.passes.dedupe import dedupe
 from planc.passes.fuse_pointwise import fuse_pointwise
 from planc.passes.last_rows import last_rows
 from planc.passes.memory import memory
+from planc.passes.migrate import migrate
 from planc.passes.options import Options
 from planc.passes.select import select
 from planc.passes.shard import shard
@@ -52,11 +64,13 @@ PIPELINE = (
     Pass(rotary.rotary, targets=rotary.ends, optional=True),
     Pass(last_rows),
     Pass(shard),
+    Pass(assign.assign, targets=assign.weighted),
     Pass(merge_linear.merge_linear, targets=merge_linear.mergeable),
     Pass(fuse_add_norm.fuse_add_norm, targets=fuse_add_norm.fusable),
     Pass(fuse_act.fuse_act, targets=fuse_act.gated),
     Pass(fuse_pointwise),
-    Pass(quantize.quantize, targets=quantize.weighted),
+    Pass(migrate),
+    Pass(quantize.quantize, targets=assign.weighted),
     Pass(kv_layout.kv_layout, targets=kv_layout.attentions),
     Pass(select),
     Pass(memory),

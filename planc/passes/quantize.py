@@ -1,70 +1,99 @@
-"""linear(x, w) -> qlinear(x, codes, scales), or the same linear over a narrower w: the weights take the build's dtype.
+"""linear(x, w) -> qlinear(x, codes, scales), or the same linear over a narrower w: weights take their storage.
 
-Norms, biases and tables stay float32. A tied embedding follows the head; an untied one is never narrower than bf16.
+Where the scheme rounds activations, `quantize_rows` stands before the product, once for all that read a value. Norms,
+biases and tables stay float32.
 """
 
 from dataclasses import replace
 
-from planc.compiler.ir.graph import Graph, Node, Value, Weight
-from planc.compiler.ir.quant import SCHEMES
-from planc.compiler.ir.recipe import Recipe, infer, step
-from planc.passes.options import Options
+import numpy as np
 
-_WEIGHT = {"embedding": 0, "linear": 1, "expert_linear": 2}  # op -> which input is the weight
-_MOVES = ("concat", "slice", "reshape", "transpose")
+from planc.compiler.ir.graph import Graph, Node, Value, Weight
+from planc.compiler.ir.ops import OPS
+from planc.compiler.ir.quant import SCHEMES, Scheme
+from planc.compiler.ir.recipe import MOVES, Recipe, constant, infer, step
+from planc.errors import PlancError
+from planc.passes.assign import WEIGHT, weighted
+from planc.passes.native import native_part
+from planc.passes.options import Options
 
 
 def quantize(graph: Graph, options: Options) -> tuple[Graph, int]:
-    """Gives every weight of a product or an embedding its storage; counts the nodes that read one."""
-    nodes = weighted(graph)
-    products = {n.inputs[_WEIGHT[n.op]] for n in nodes if n.op != "embedding"}
-    replaced: dict[Node, Node] = {}
+    """Gives every weight of a product or an embedding the storage that `assign` wrote; counts the nodes."""
+    replaced: dict[Node, list[Node]] = {}
     weights: dict[str, Weight] = {}
-    for n in nodes:
-        at = _WEIGHT[n.op]
-        name = n.inputs[at]
-        scheme = options.dtype if name in products or options.dtype not in SCHEMES else "bf16"
-        parts = _stored(graph.weight_by_name[name], scheme)
+    constants: dict[str, np.ndarray] = {}
+    rows: dict[tuple[str, str], Node] = {}
+    for n in weighted(graph):
+        store = str(n.attr("store"))
+        weight = graph.weight_by_name[n.inputs[WEIGHT[n.op]]]
+        if store not in SCHEMES:
+            narrowed = _narrowed(weight, store)
+            weights[narrowed.name] = narrowed
+            replaced[n] = [_over(n, n.inputs, WEIGHT[n.op], [narrowed])]
+            continue
+        parts = _parts(weight, SCHEMES[store], options, constants)
         weights |= {w.name: w for w in parts}
-        replaced[n] = _reader(n, at, parts, scheme)
-    return graph.rewrite(dict(replaced), add_weights=weights.values()), len(replaced)
+        replaced[n] = _quantized(n, parts, SCHEMES[store], graph, rows)
+    return graph.rewrite(dict(replaced), add_weights=weights.values(), add_constants=constants), len(replaced)
 
 
-def weighted(graph: Graph) -> list[Node]:
-    """Linear layers, experts and embeddings whose weight comes from the checkpoint: each must get its storage."""
-    out = []
-    for n in graph.nodes:
-        at = _WEIGHT.get(n.op)
-        weight = graph.weight_by_name.get(n.inputs[at]) if at is not None else None
-        if weight and weight.recipe.loads:
-            out.append(n)
-    return out
+def _narrowed(weight: Weight, dtype: str) -> Weight:
+    recipe = narrow(weight.recipe, dtype)
+    return Weight(Value(f"{weight.name}.{dtype}", infer(recipe)), recipe)
 
 
-def _stored(weight: Weight, scheme: str) -> list[Weight]:
-    name, recipe = weight.name, weight.recipe
-    if scheme not in SCHEMES:
-        narrowed = narrow(recipe, scheme)
-        return [Weight(Value(f"{name}.{scheme}", infer(narrowed)), narrowed)]
-    wide = _lossless(recipe)
-    parts = [(p, step("quantize", wide, scheme=scheme, part=p)) for p in ("q", "s")]
-    return [Weight(Value(f"{name}.{p}", infer(r)), r) for p, r in parts]
+def _parts(weight: Weight, row: Scheme, options: Options, constants: dict[str, np.ndarray]) -> list[Weight]:
+    """The parts as the checkpoint holds them, or made of its floats."""
+    native = [native_part(weight.recipe, p, row, options.storage.native) for p in row.parts]
+    if row.read_only and None in native:
+        raise PlancError(f"{weight.name} cannot be stored as {row.name}: only checkpoints that hold it have it.")
+    recipes = [r for r in native if r is not None]
+    if len(recipes) < len(row.parts):
+        given = [_lossless(weight.recipe)]
+        if (clip := options.choices.clips.get(weight.name)) is not None:
+            bounds, found = constant(clip)
+            given.append(bounds)
+            constants |= found
+        recipes = [step("quantize", *given, scheme=row.name, part=p) for p in row.parts]
+    return [Weight(Value(f"{weight.name}.{p}", infer(r)), r) for p, r in zip(row.parts, recipes, strict=True)]
 
 
-def _reader(n: Node, at: int, parts: list[Weight], scheme: str) -> Node:
-    names = tuple(w.name for w in parts)
-    inputs = (*n.inputs[:at], *names, *n.inputs[at + 1 :])
-    if scheme not in SCHEMES:
-        return replace(n, inputs=inputs)
-    attrs = (*n.attrs, ("scheme", scheme))
-    return replace(n, op=f"q{n.op}", inputs=inputs, attrs=attrs)
+def _quantized(
+    n: Node, parts: list[Weight], row: Scheme, graph: Graph, rows: dict[tuple[str, str], Node]
+) -> list[Node]:
+    """The product over the parts, behind the rounding of its rows if that stands nowhere yet."""
+    before: list[Node] = []
+    inputs = n.inputs
+    if row.act and n.op != "embedding":
+        key = (inputs[0], row.act)
+        if key not in rows:
+            rows[key] = _rounding(inputs[0], row.act, n, graph)
+            before.append(rows[key])
+        inputs = (*(v.name for v in rows[key].outputs), *inputs[1:])
+    reader = _over(n, inputs, WEIGHT[n.op] + len(inputs) - len(n.inputs), parts)
+    return [*before, replace(reader, op=f"q{n.op}", attrs=(*reader.attrs, ("scheme", row.name)))]
+
+
+def _over(n: Node, inputs: tuple[str, ...], at: int, weights: list[Weight]) -> Node:
+    """The node with its weight, input `at`, in its storage."""
+    names = tuple(w.name for w in weights)
+    attrs = tuple((k, v) for k, v in n.attrs if k != "store")
+    return replace(n, inputs=(*inputs[:at], *names, *inputs[at + 1 :]), attrs=attrs)
+
+
+def _rounding(name: str, dtype: str, reader: Node, graph: Graph) -> Node:
+    attrs = (("dtype", dtype),)
+    types = OPS["quantize_rows"].infer(dict(attrs), [graph.types[name]])
+    outputs = tuple(Value(f"{name}.{dtype}{tail}", t) for tail, t in zip(("", ".s"), types, strict=True))
+    return Node("quantize_rows", (name,), outputs, attrs, reader.loc)
 
 
 def narrow(recipe: Recipe, dtype: str) -> Recipe:
     """The recipe cast to `dtype`, with the cast moved down to the leaves so that nothing is widened first."""
     if infer(recipe).dtype == dtype:
         return recipe
-    if recipe.op in _MOVES:
+    if recipe.op in MOVES:
         return replace(recipe, inputs=tuple(narrow(r, dtype) for r in recipe.inputs))
     if recipe.op == "cast" and recipe.get("dtype") == "f32" and infer(recipe.inputs[0]).dtype == dtype:
         return recipe.inputs[0]  # widened from this very dtype: narrowing gives it back exactly
@@ -73,7 +102,7 @@ def narrow(recipe: Recipe, dtype: str) -> Recipe:
 
 def _lossless(recipe: Recipe) -> Recipe:
     """The recipe without casts to float32, which quantizing does itself, a few rows at a time."""
-    if recipe.op in _MOVES:
+    if recipe.op in MOVES:
         inputs = tuple(_lossless(r) for r in recipe.inputs)
         return replace(recipe, inputs=inputs) if len({infer(r).dtype for r in inputs}) == 1 else recipe
     if recipe.op == "cast" and recipe.get("dtype") == "f32":

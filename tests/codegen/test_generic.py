@@ -14,6 +14,7 @@ from planc.compiler.ir.interp import run, weights_of
 from planc.compiler.ir.text import parse as parse_graph
 from planc.compiler.ir.verify import verify
 from planc.passes import pipeline
+from planc.passes.assign import assign
 from planc.passes.dedupe import dedupe
 from planc.passes.fuse_act import fuse_act
 from planc.passes.fuse_pointwise import fuse_pointwise
@@ -69,7 +70,9 @@ graph generic({INPUTS}, %logit_rows: i32[R], %kv: u8[P, 64]) {{
   return %logits
 }}
 """
-PASSES = tuple(pipeline.Pass(p) for p in (dedupe, merge_linear, fuse_act, fuse_pointwise, quantize, select, memory))
+PASSES = tuple(
+    pipeline.Pass(p) for p in (dedupe, assign, merge_linear, fuse_act, fuse_pointwise, quantize, select, memory)
+)
 TENSORS = {n: random(*s, seed=i, scale=0.5) for i, (n, s) in enumerate(SHAPES.items())}
 TARGET = parse("cpu")
 
@@ -113,7 +116,7 @@ def inputs(tokens: int, rows: list[int]) -> dict[str, np.ndarray]:
     return {k: np.ascontiguousarray(v, np.int32) for k, v in (made | {"logit_rows": rows}).items()}
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("f32", 3e-6), ("bf16", 0.03), ("int8", 0.05)])
+@pytest.mark.parametrize(("dtype", "bound"), [("f32", 3e-6), ("bf16", 0.03), ("int8-wo", 0.05)])
 def test_a_step_follows_the_graph_as_it_was_written(dtype: str, bound: float, tmp_path: Path) -> None:
     graph = planned(dtype)
     given = inputs(32, [0, 5, 31])
@@ -130,7 +133,7 @@ def test_a_step_follows_the_graph_as_it_was_written(dtype: str, bound: float, tm
 
 
 def test_the_passes_do_what_they_say() -> None:
-    graph = planned("int8")
+    graph = planned("int8-wo")
     ops = [n.op for n in graph.nodes]
     verify(graph, "planned")
     assert ops.count("qexpert_linear") == 2

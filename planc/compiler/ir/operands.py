@@ -1,7 +1,7 @@
-"""What the inputs of a quantized product are: in go a node's attributes and its inputs in order, out they come by name.
+"""What the inputs of a quantized product are: in go a node's attributes and its inputs in order, out they come named.
 
-The order is x, the scales of its rows (for a scheme that rounds activations), ids (of experts), the parts of the weight,
-the bias. Whether the inputs are types, arrays or names is all the same.
+The order is x, the scales of its rows (for a scheme that rounds activations), ids (of experts), the parts of the
+weight, the bias. Whether the inputs are types, arrays or names is all the same.
 """
 
 from collections.abc import Mapping, Sequence

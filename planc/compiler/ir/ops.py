@@ -93,8 +93,8 @@ _HEADS = {"sinks": False, "alibi": False}
 
 def _model() -> list[Op]:
     return [
-        Op("embedding", infer.embedding, refs.embedding, {}, shard="vocab"),
-        Op("linear", infer.linear, refs.linear, {"bias": False}, shard="linear"),
+        Op("embedding", infer.embedding, refs.embedding, {"store": False}, shard="vocab"),
+        Op("linear", infer.linear, refs.linear, {"bias": False, "store": False}, shard="linear"),
         Op("quantize_rows", operands.rows_types, refs_quant.quantize_rows, {"dtype": True}),
         Op("qlinear", infer.qlinear, refs_quant.qlinear, {"scheme": True, "bias": False}, shard="linear"),
         Op("qembedding", infer.qembedding, refs_quant.qembedding, {"scheme": True}, shard="vocab"),
@@ -112,9 +112,9 @@ def _model() -> list[Op]:
 
 
 def _experts() -> list[Op]:
-    q = {"scheme": True, "bias": False}
+    q, x = {"scheme": True, "bias": False}, {"store": False, "bias": False}
     return [
-        Op("expert_linear", infer_rows.expert_linear, refs_experts.expert_linear, {"bias": False}, shard="experts"),
+        Op("expert_linear", infer_rows.expert_linear, refs_experts.expert_linear, x, shard="experts"),
         Op("qexpert_linear", infer_rows.qexpert_linear, refs_quant.qexpert_linear, q, shard="experts"),
         Op("weighted_sum", infer_rows.weighted_sum, refs_experts.weighted_sum, {}, shard="experts"),
     ]

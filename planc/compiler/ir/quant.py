@@ -2,8 +2,8 @@
 
     w[n, k] ~ (q[n, k] - z) * s
 
-Scales and zero points belong to an output channel ([.., N]), to a group of neighbours in K ([.., K/g, N]), or to a block
-of 128 x 128, whose one scale is written out for each of its channels ([.., K/128, N]), so that kernels know one form.
+Scales and zero points belong to an output channel ([.., N]), to a group of neighbours in K ([.., K/g, N]), or to a
+block of 128 x 128, whose one scale is written out for each of its channels ([.., K/128, N]): kernels know one form.
 """
 
 import re
@@ -73,7 +73,7 @@ class Scheme:
         if self.read_only:
             raise ValueError(f"nothing is quantized to {self.name}: it is read from checkpoints that hold it")
         made = self.part_type(TensorType("f32", w.shape), part)
-        out = np.empty(made.shape, DTYPES[made.dtype])  # type: ignore[arg-type]
+        out = np.empty(made.shape, DTYPES[made.dtype])  # type: ignore[type-var]
         for at in np.ndindex(*w.shape[:-2]):
             self._fill(w[at], part, out[at], None if clip is None else clip[at])
         return out
@@ -183,8 +183,8 @@ def scheme(name: str) -> Scheme:
 
 
 def fitted(name: str, k: int) -> str:
-    """The scheme for a weight of K input channels, its group spelt out: the asked size, or the next smaller that divides
-    K. ValueError when none does.
+    """The scheme for a weight of K input channels, its group spelt out: the asked size, or the next smaller that
+    divides K. ValueError when none does.
     """
     row = scheme(name)
     base = re.sub(r"-g\d+$", "", name)
@@ -199,7 +199,7 @@ def fitted(name: str, k: int) -> str:
 
 
 def quantize_rows(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [.., K] and scales f32 [..] of activations: each row by its own largest magnitude. A zero row has scale 0."""
+    """Codes [.., K] and scales f32 [..] of activations: each row by its own largest magnitude, a zero row by 0."""
     limit = np.float32(LIMITS[dtype])
     scale = np.asarray(np.abs(x).max(axis=-1) / limit, np.float32)
     ratio = np.clip(x / _divisor(scale)[..., None], -limit, limit)

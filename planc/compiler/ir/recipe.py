@@ -20,7 +20,7 @@ RowReader = Callable[[str, int, int], np.ndarray]
 class Recipe:
     """One step of a recipe: leaves are `load` (a checkpoint tensor) and `const` (a computed one, by digest).
 
-    Inner steps are `quantize` (attrs scheme, part; after the weight maybe the bounds that clip it), `pack` (attr layout),
+    Inner steps are `quantize` (attrs scheme, part; after the weight maybe bounds that clip it), `pack` (attr layout),
     or any op of the op table without effects, evaluated by its reference, so that `1 + w` of a norm folds with no code
     of its own.
     """

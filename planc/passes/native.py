@@ -1,0 +1,49 @@
+"""Weights that a checkpoint holds in a scheme: in goes the recipe of the floats, out come those of the very codes."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from planc.compiler.ir.quant import Scheme
+from planc.compiler.ir.recipe import Recipe, infer, load, step
+from planc.compiler.ir.types import TensorType
+
+
+def native_part(recipe: Recipe, part: str, row: Scheme, native: Mapping[str, str]) -> Recipe | None:
+    """The recipe of a part of a weight, made by the same moves of the parts in the checkpoint.
+
+    None where a tensor is not held in the scheme, or a move would take groups apart.
+    """
+    if recipe.op == "cast":
+        return native_part(recipe.inputs[0], part, row, native)
+    if recipe.op == "load":
+        return _loaded(recipe, part, row, native)
+    if recipe.op not in ("concat", "slice", "reshape"):
+        return None
+    inputs = [native_part(r, part, row, native) for r in recipe.inputs]
+    if any(r is None for r in inputs):
+        return None
+    made = tuple(r for r in inputs if r is not None)
+    if recipe.op == "reshape":
+        return _reshaped(recipe, made[0], part, row)
+    axis = row.axis(part, int(recipe.get("axis")), len(infer(recipe).shape))  # type: ignore[arg-type]
+    if axis is None or (row.blocks and part != "q"):
+        return None
+    attrs = tuple((k, axis if k == "axis" else v) for k, v in recipe.attrs)
+    return replace(recipe, inputs=made, attrs=attrs)
+
+
+def _loaded(recipe: Recipe, part: str, row: Scheme, native: Mapping[str, str]) -> Recipe | None:
+    name = str(recipe.get("name"))
+    if native.get(name) != row.name:
+        return None
+    t = row.part_type(TensorType("f32", infer(recipe).shape), part)
+    return load(f"{name}:{part}", t.dtype, tuple(int(d) for d in t.shape))
+
+
+def _reshaped(recipe: Recipe, made: Recipe, part: str, row: Scheme) -> Recipe | None:
+    """A reshape that only puts matrices on a stack, or takes them from it."""
+    before, after = infer(recipe.inputs[0]).shape, infer(recipe).shape
+    if before[-2:] != after[-2:] or len(after) < 2:
+        return None
+    t = row.part_type(TensorType("f32", after), part)
+    return step("reshape", made, shape=tuple(int(d) for d in t.shape))
