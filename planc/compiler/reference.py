@@ -46,17 +46,41 @@ def reference_logits(
     CPUs that the process may use. What depends on a sequence's length is fixed as for `limit` tokens, as a plan has it.
     PlancError for empty input, ids outside the vocabulary, or a module that fails.
     """
-    model = StreamedModel(source, dtype)
-    _check(sequences, model.vocab_size)
-    with _threads(num_threads):
-        hidden = model.hidden(_padded(sequences), limit)
-    with model.head_loaded():
-        for index, sequence in enumerate(sequences):
-            for start in range(0, len(sequence), rows_per_chunk):
-                rows = hidden[index, start : min(start + rows_per_chunk, len(sequence))]
-                with _threads(num_threads):
-                    logits = model.logits(rows)
-                yield index, start, logits.float().numpy()
+    yield from Judge(source, rows_per_chunk, dtype, num_threads, limit).logits(sequences)
+
+
+class Judge:
+    """`reference_logits` of several plans in a row: the hidden states of a sequence are worked out once and kept."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        rows_per_chunk: int = 64,
+        dtype: torch.dtype = torch.float32,
+        num_threads: int | None = None,
+        limit: int | None = None,
+    ) -> None:
+        self._model = StreamedModel(source, dtype)
+        self._rows, self._num_threads, self._limit = rows_per_chunk, num_threads, limit
+        self._hidden: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def logits(self, sequences: list[list[int]]) -> Iterator[tuple[int, int, np.ndarray[Any, np.dtype[np.float32]]]]:
+        """(sequence index, first position, logits f32[n, vocab]) as `reference_logits` has them."""
+        _check(sequences, self._model.vocab_size)
+        self._run([s for s in sequences if tuple(s) not in self._hidden])
+        with self._model.head_loaded():
+            for index, sequence in enumerate(sequences):
+                hidden = self._hidden[tuple(sequence)]
+                for start in range(0, len(sequence), self._rows):
+                    with _threads(self._num_threads):
+                        logits = self._model.logits(hidden[start : start + self._rows])
+                    yield index, start, logits.float().numpy()
+
+    def _run(self, sequences: list[list[int]]) -> None:
+        if sequences:
+            with _threads(self._num_threads):
+                hidden = self._model.hidden(_padded(sequences), self._limit)
+            self._hidden |= {tuple(s): rows[: len(s)].clone() for s, rows in zip(sequences, hidden, strict=True)}
 
 
 class StreamedModel:

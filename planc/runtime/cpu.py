@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +65,8 @@ class CpuExecutor:
         self._arena = _anonymous(plan.program.arena_bytes, "activations")
         self._kv = _anonymous(num_blocks * plan.kv.page_bytes, "the KV cache")
         self._logits = _logits_view(self._arena, plan)
-        self._handle = self._open(plan.program.weights, num_threads or usable_cpus())
+        self._names, self._num_threads = plan.program.weights, num_threads or usable_cpus()
+        self._handle = self._open({})
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
         """Run one step; logits [R, vocab_size], overwritten by the next one."""
@@ -92,13 +95,23 @@ class CpuExecutor:
             self._library.planc_close(self._handle)
             self._handle = None
 
-    def _open(self, names: tuple[str, ...], num_threads: int) -> int:
-        found = addresses(self._weights, names)
+    def replace_weights(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Run with other arrays in the place of some weights, stored as those are and 64-byte aligned; all others are
+        the plan's own again.
+        """
+        self.close()
+        self._replaced = dict(arrays)  # the program reads them in place
+        self._handle = self._open({name: int(array.ctypes.data) for name, array in arrays.items()})
+
+    def _open(self, replaced: Mapping[str, int]) -> int:
+        found = [replaced.get(n, a) for n, a in zip(self._names, addresses(self._weights, self._names), strict=True)]
         table = (ctypes.c_void_p * len(found))(*found)
         arena, kv = _address(self._arena), _address(self._kv)
-        handle: int | None = self._library.planc_open(table, len(found), arena, kv, num_threads)
+        handle: int | None = self._library.planc_open(table, len(found), arena, kv, self._num_threads)
         if not handle:
-            raise PlancError(f"the plan's program did not open with {num_threads} threads; try fewer with --threads")
+            raise PlancError(
+                f"the plan's program did not open with {self._num_threads} threads; try fewer with --threads"
+            )
         return handle
 
 
