@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planc.compiler.ir.graph import Graph, Node
-from planc.compiler.ir.text import to_text
+from planc.compiler.ir.text import Recipes, to_text
 from planc.compiler.ir.verify import verify
 from planc.errors import PlancError
 from planc.passes import (
@@ -89,7 +89,8 @@ def run(
 
     Raises PlancError when a pass matches less than it must, or leaves a graph that does not verify.
     """
-    verify(graph, "lift")
+    recipes = Recipes()
+    verify(graph, "lift", recipes)
     _dump(dump, 0, "lift", graph)
     log = []
     for i, row in enumerate(pipeline, 1):
@@ -98,7 +99,7 @@ def run(
         before = graph
         graph, matches = row.run(graph, options)
         _dump(dump, i, row.name, graph)
-        verify(graph, row.name)
+        verify(graph, row.name, recipes)
         _check(row, before, graph, matches, expected)
         log.append(PassLog(row.name, matches, expected, len(graph.nodes)))
     return graph, tuple(log)

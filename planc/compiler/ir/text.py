@@ -2,6 +2,8 @@
 
 import ast
 import re
+from dataclasses import dataclass, field
+from functools import lru_cache
 from math import isinf
 
 from planc.compiler.ir.graph import Graph, Node, Value, Weight
@@ -11,12 +13,33 @@ from planc.compiler.ir.types import Attr, Dim, TensorType
 _TYPE = r"\w+\[[^\]]*\](?:@(?:strides:\d+(?:,\d+)*|\w+))?"
 _VALUE = re.compile(rf"%(?P<name>[^\s:,()]+): (?P<type>{_TYPE})(?: at (?P<addr>0x[0-9a-f]+))?(?=[,)]|\s|$)")
 _CALL = re.compile(r"(?P<op>\w+)\((?P<args>.*)\)$")
+_OPEN = re.compile(r"(\w+)\(")
+_ATTR = re.compile(
+    r"""(\w+)=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\([^()'"]*\)|[^\s,()'"]+)"""  # a string, a tuple, a number
+)
 
 
-def to_text(graph: Graph) -> str:
-    """The graph as text."""
+@dataclass
+class Recipes:
+    """Texts of recipes, each printed and parsed once: the next graph of a build holds most of them again."""
+
+    texts: dict[Recipe, str] = field(default_factory=dict)
+    parsed: dict[str, Recipe] = field(default_factory=dict)
+
+    def keep(self, graph: Graph) -> None:
+        """Keeps the graph's recipes, of which each was found to be what its text parses to, and forgets all others."""
+        self.texts = {w.recipe: self.texts[w.recipe] for w in graph.weights}
+        self.parsed = {text: recipe for recipe, text in self.texts.items()}
+
+
+def to_text(graph: Graph, recipes: Recipes | None = None) -> str:
+    """The graph as text. Texts that `recipes` knows are not made again, new ones are added."""
+    texts = (recipes or Recipes()).texts
+    for w in graph.weights:
+        if w.recipe not in texts:
+            texts[w.recipe] = recipe_text(w.recipe)
     lines = [f"graph {graph.name}(" + ", ".join(_value(v) for v in graph.inputs) + ") {"]
-    lines += [f"  weight {_value(w.value)} = {recipe_text(w.recipe)}" for w in graph.weights]
+    lines += [f"  weight {_value(w.value)} = {texts[w.recipe]}" for w in graph.weights]
     lines += [f"  {_node(n)}" for n in graph.nodes]
     lines += ["  return " + ", ".join(f"%{o}" for o in graph.outputs), "}"]
     return "\n".join(lines) + "\n"
@@ -46,8 +69,9 @@ def recipe_text(r: Recipe) -> str:
     return f"{r.op}(" + ", ".join([*(recipe_text(i) for i in r.inputs), *_attrs(r.attrs)]) + ")"
 
 
-def parse(text: str) -> Graph:
+def parse(text: str, recipes: Recipes | None = None) -> Graph:
     """The graph that `to_text` printed; ValueError names the line that does not parse."""
+    known = recipes.parsed if recipes else {}
     lines = text.strip().splitlines()
     head = re.fullmatch(r"graph (\S+)\((.*)\) \{", lines[0])
     if not head or lines[-1] != "}" or not lines[-2].startswith("  return "):
@@ -59,7 +83,7 @@ def parse(text: str) -> Graph:
         try:
             body = line.strip()
             if body.startswith("weight "):
-                weights.append(_parse_weight(body.removeprefix("weight ")))
+                weights.append(_parse_weight(body.removeprefix("weight "), known))
             else:
                 nodes.append(_parse_node(body))
         except (ValueError, SyntaxError, TypeError) as e:
@@ -84,17 +108,50 @@ def _type(text: str) -> TensorType:
     return TensorType(m[1], tuple(dims), m[3] or "row")
 
 
-def _parse_weight(body: str) -> Weight:
-    head, _, recipe = body.partition(" = ")
+def _parse_weight(body: str, known: dict[str, Recipe]) -> Weight:
+    head, _, text = body.partition(" = ")
     (value,) = _values(head)
-    return Weight(value, _recipe(ast.parse(recipe, mode="eval").body))
+    if text in known:
+        return Weight(value, known[text])
+    recipe, end = _recipe(text, 0)
+    if end != len(text):
+        raise ValueError(f"more than a recipe: {text[end : end + 40]}")
+    return Weight(value, recipe)
 
 
-def _recipe(tree: ast.expr) -> Recipe:
-    if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
+def _recipe(text: str, at: int) -> tuple[Recipe, int]:
+    """The recipe that begins at `at`, and where it ends. Python's own parser is slow on thousands of tensors."""
+    head = _OPEN.match(text, at)
+    if head is None:
         raise ValueError("a recipe is a call")
-    attrs = tuple((str(k.arg), ast.literal_eval(k.value)) for k in tree.keywords)
-    return Recipe(tree.func.id, tuple(_recipe(a) for a in tree.args), attrs)
+    inputs: list[Recipe] = []
+    attrs: list[tuple[str, Attr]] = []
+    at = head.end()
+    while not text.startswith(")", at):
+        if attr := _ATTR.match(text, at):
+            attrs.append((attr[1], _literal(attr[2])))
+            at = attr.end()
+        elif attrs:
+            raise ValueError(f"not an attribute: {text[at : at + 40]}")
+        else:
+            made, at = _recipe(text, at)
+            inputs.append(made)
+        if text.startswith(", ", at):
+            at += 2
+        elif not text.startswith(")", at):
+            raise ValueError(f"neither ', ' nor ')': {text[at : at + 40]}")
+    return Recipe(head[1], tuple(inputs), tuple(attrs)), at + 1
+
+
+def _literal(text: str) -> Attr:
+    plain = text[0] in "'\"" and "\\" not in text
+    return text[1:-1] if plain else _evaluated(text)
+
+
+@lru_cache(maxsize=4096)
+def _evaluated(text: str) -> Attr:
+    value: Attr = ast.literal_eval(text)
+    return value
 
 
 def _parse_node(body: str) -> Node:

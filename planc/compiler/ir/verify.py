@@ -3,13 +3,15 @@
 from planc.compiler.ir.graph import Graph, Node
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.recipe import infer
-from planc.compiler.ir.text import parse, to_text
+from planc.compiler.ir.text import Recipes, parse, to_text
 from planc.compiler.ir.types import PACKED
 from planc.errors import PlancError
 
 
-def verify(graph: Graph, stage: str) -> None:
+def verify(graph: Graph, stage: str, recipes: Recipes | None = None) -> None:
     """Checks names, attributes, types (by inferring them again), recipes, and that the text parses back equal.
+
+    `recipes` remembers the recipes that went through their text before, for a build that verifies after each pass.
 
     Raises PlancError that opens with `stage` (the pass that made the graph).
     """
@@ -27,8 +29,10 @@ def verify(graph: Graph, stage: str) -> None:
     missing = [o for o in graph.outputs if o not in types]
     if missing:
         raise PlancError(f"{stage}: output %{missing[0]} is made by no node")
-    if parse(to_text(graph)) != graph:
+    recipes = recipes or Recipes()
+    if parse(to_text(graph, recipes), recipes) != graph:
         raise PlancError(f"{stage}: the text form does not parse back to an equal graph")
+    recipes.keep(graph)
 
 
 def _names(graph: Graph, stage: str) -> None:

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from planc.compiler.ir import text
 from planc.compiler.ir.graph import Graph, Node, Value, Weight
-from planc.compiler.ir.recipe import load, step
-from planc.compiler.ir.text import parse, to_text
+from planc.compiler.ir.recipe import Recipe, load, step
+from planc.compiler.ir.text import Recipes, parse, recipe_text, to_text
 from planc.compiler.ir.types import TensorType
 from planc.compiler.ir.verify import verify
 from planc.errors import PlancError
@@ -76,3 +77,63 @@ def test_rewrite_drops_what_nothing_needs() -> None:
     assert smaller.nodes == ()
     assert smaller.weights == ()
     assert smaller.outputs == ("x",)
+
+
+RECIPES = [
+    load("it's", "bf16", (12, 8)),
+    load('a "quoted" \\ name, (odd)=1', "bf16", (1,)),
+    step("mul", step("transpose", load("a", "f32", (2, 3)), perm=(1, 0)), scalar=-1e-05, reversed=True),
+    step("clamp", load("a", "f32", ()), high=float("inf"), low=float("-inf")),
+    step("concat", *(load(f"experts.{i}", "bf16", (4, 4)) for i in range(300)), axis=0),
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=[r.op for r in RECIPES])
+def test_any_recipe_parses_back(recipe: Recipe) -> None:
+    graph = replace(GRAPH, weights=(replace(W, recipe=recipe),))
+    (parsed,) = parse(to_text(graph)).weights
+    assert parsed.recipe == recipe
+    assert [type(v) for _, v in parsed.recipe.attrs] == [type(v) for _, v in recipe.attrs]
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("load(name='a'", "neither"),
+        ("load(name='a') b", "more than a recipe"),
+        ("neg(axis=1, load(name='a'))", "not an attribute"),
+        ("neg(load(name='a')load(name='b'))", "neither"),
+        ("'a'", "a recipe is a call"),
+        ("load(name=a)", "line 2"),
+    ],
+)
+def test_a_broken_recipe_is_refused(broken: str, message: str) -> None:
+    lines = to_text(GRAPH).splitlines()
+    lines[1] = lines[1].partition(" = ")[0] + f" = {broken}"
+    with pytest.raises(ValueError, match=message):
+        parse("\n".join(lines))
+
+
+def test_a_recipe_goes_through_its_text_once_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[Recipe] = []
+
+    def told(recipe: Recipe) -> str:
+        printed.append(recipe)
+        return recipe_text(recipe)
+
+    monkeypatch.setattr(text, "recipe_text", told)
+    recipes = Recipes()
+    verify(GRAPH, "before", recipes)
+    equal = Weight(replace(W.value, name="more"), step("pack", load("a.b", "bf16", (12, 8)), layout="n64k2"))
+    verify(replace(GRAPH, weights=(W, equal)), "after", recipes)
+    assert printed == [RECIPE, RECIPE.inputs[0]]
+
+
+def test_a_new_recipe_whose_text_says_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = Recipes()
+    verify(GRAPH, "before", recipes)
+    said = recipe_text(RECIPE)
+    monkeypatch.setattr(text, "recipe_text", lambda recipe: said)
+    other = step("pack", load("a.c", "bf16", (12, 8)), layout="n64k2")
+    with pytest.raises(PlancError, match="after: the text form does not parse back"):
+        verify(replace(GRAPH, weights=(replace(W, recipe=other),)), "after", recipes)
