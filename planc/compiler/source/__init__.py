@@ -9,6 +9,7 @@ from planc.compiler.source.base import DTYPES, ModelSource, TensorInfo, new_mode
 from planc.compiler.source.bind import Binding, bind
 from planc.compiler.source.folder import FolderSource
 from planc.compiler.source.hub import download, is_hub_id
+from planc.compiler.source.quantized import dequantized
 from planc.errors import PlancError
 
 __all__ = ["ALIASES", "DTYPES", "Binding", "ModelSource", "TensorInfo", "bind", "new_model", "open_source"]
@@ -28,13 +29,14 @@ def open_source(
     if path.is_file() or path.suffix == ".gguf":
         return _open_file(path)
     if path.is_dir():
-        return FolderSource(path, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+        return dequantized(FolderSource(path, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code))
     if not is_hub_id(model):
         raise PlancError(
             f"{model} does not exist. Give a model folder, a .gguf file, a hub id or one of {', '.join(ALIASES)}."
         )
     folder = download(model, revision=revision, allow_pickle=allow_pickle, code=trust_remote_code)
-    return FolderSource(folder, name=model, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    source = FolderSource(folder, name=model, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    return dequantized(source)
 
 
 def _open_file(path: Path) -> ModelSource:

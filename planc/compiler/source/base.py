@@ -6,11 +6,11 @@ import copy
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -26,17 +26,20 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "f32": np.dtype(np.float32),
     "f16": np.dtype(np.float16),
     "bf16": np.dtype(ml_dtypes.bfloat16),
-    "f8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "f8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "f8e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "f8e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "f8e8m0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "i64": np.dtype(np.int64),
     "i32": np.dtype(np.int32),
     "i16": np.dtype(np.int16),
     "i8": np.dtype(np.int8),
     "u8": np.dtype(np.uint8),
+    "u4": np.dtype(np.uint8),  # one code 0..15 a byte
     "bool": np.dtype(np.bool_),
 }
 
 PIECE = 1 << 20  # elements
+PARTS = ("q", "s", "z")  # of a tensor that the checkpoint holds quantized: codes, scales, zero points
 
 # What a config says about where and by what it was written, not about the model.
 _VOLATILE = ("_name_or_path", "_model_name_or_path", "transformers_version", "_commit_hash")
@@ -60,18 +63,37 @@ class TensorInfo:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
+def part_of(name: str) -> tuple[str, str]:
+    """A tensor's name, and the part of it that `name` asks for: one of PARTS, or "" for the tensor itself."""
+    plain, _, part = name.rpartition(":")
+    return (plain, part) if plain and part in PARTS else (name, "")
+
+
 class ModelSource(ABC):
-    """A checkpoint opened for reading. Opening reads headers only; `read` reads the bytes of one tensor."""
+    """A checkpoint opened for reading. Opening reads headers, and what tells how a quantized one groups its columns;
+    `read` reads the bytes of one tensor.
+
+    A tensor that is stored quantized reads as floats under its own name. If a scheme of ir/quant.py holds what is
+    stored, `native` names it, and `name:q`, `name:s`, `name:z` are tensors too, in that scheme's layouts. `notes` are
+    lines that a build has to say.
+    """
 
     name: str
     path: Path
     tensors: dict[str, TensorInfo]
     trust_remote_code: bool = False
+    native: Mapping[str, str] = MappingProxyType({})
+    notes: tuple[str, ...] = ()
     parent_type: str | None = None  # the multimodal model's type when config() is that of its language model
 
     @abstractmethod
     def config(self) -> PretrainedConfig:
         """The model's transformers config; PlancError when transformers does not know it."""
+
+    @property
+    def plain_names(self) -> list[str]:
+        """The tensors that are no parts of others."""
+        return [name for name in self.tensors if part_of(name)[0] == name or part_of(name)[0] not in self.native]
 
     @abstractmethod
     def read(self, name: str) -> np.ndarray[Any, Any]:

@@ -61,7 +61,7 @@ def bind(model: nn.Module, source: ModelSource) -> Binding:
     _check_missing(model, source, _missing(model, found))
     _check_shapes(source, {fqn: tuple(t.shape) for fqn, t in model.state_dict().items()}, recipes)
     used = {name for recipe in found.values() for name in recipe.loads}
-    return Binding(recipes, aliases, untied, sorted(set(source.tensors) - used))
+    return Binding(recipes, aliases, untied, sorted(set(source.plain_names) - used))
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -78,7 +78,7 @@ def _complete(model: nn.Module, source: ModelSource) -> dict[str, Recipe]:
     """State name -> recipe: of the tensors' own names, or of those below a parent's prefix if only that is complete."""
     from planc.compiler.source.convert import convert
 
-    found = convert(model, source, {name: name for name in source.tensors})
+    found = convert(model, source, {name: name for name in source.plain_names})
     if _missing(model, found):
         for names in unwrapped(model, source):
             inner = convert(model, source, names)
@@ -108,7 +108,7 @@ def unwrapped(model: nn.Module, source: ModelSource) -> Iterator[dict[str, str]]
     for tensor, info in source.tensors.items():
         if tensor.endswith(f".{tail}") and tensor != embedding and info.shape == state[embedding]:
             parent = tensor.removesuffix(tail)
-            names = {base + t.removeprefix(parent): t for t in source.tensors if t.startswith(parent)}
+            names = {base + t.removeprefix(parent): t for t in source.plain_names if t.startswith(parent)}
             yield {**_beside(source, parent, [n for n in state if not base or not n.startswith(base)]), **names}
 
 

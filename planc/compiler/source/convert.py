@@ -115,8 +115,8 @@ def _check_dtype(source: ModelSource, name: str, dtype: str, floating: bool) -> 
     """Integers and float8 in the place of a float parameter are codes, whose scales no recipe knows."""
     if (floating and dtype not in _FLOATS) or dtype not in DTYPES:
         raise PlancError(
-            f"{source.path}: tensor {name} has dtype {dtype}, {' or '.join(_FLOATS)} is expected; planc reads no "
-            "quantized checkpoint and no wider floats. Use the unquantized model."
+            f"{source.path}: tensor {name} has dtype {dtype}, {' or '.join(_FLOATS)} is expected; such "
+            "tensors are read where config.json says in quantization_config what they mean. Use the unquantized model."
         )
 
 

@@ -57,20 +57,9 @@ class FolderSource(ModelSource):
             config = language_config(stated)
             if config is not stated:
                 self.parent_type = stated.model_type
-            for part in (stated, config):
-                self._check_plain(part)
             check_stated(self.path / "config.json", read_json(self.path / "config.json"), config, self.parent_type)
             self._config = config
         return self._config
-
-    def _check_plain(self, config: PretrainedConfig) -> None:
-        found = (getattr(config, name, None) for name in ("quantization_config", "compression_config"))
-        quantization = next((q for q in found if q is not None), None)
-        if quantization is not None:
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else type(quantization).__name__
-            raise PlancError(
-                f"{self.path} is quantized ({method}), which planc does not read. Use the unquantized model."
-            )
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
         return self._file_of(name).read(name)

@@ -145,14 +145,6 @@ def test_config_without_a_causal_model(folder: Path, change: dict[str, object]) 
     assert "\n" not in str(caught.value)
 
 
-def test_quantized_checkpoint(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}})
-    )
-    fails(folder, "quantized (gptq)")
-
-
 def test_no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     fails(folder, "no weights", "model.safetensors")

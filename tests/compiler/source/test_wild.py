@@ -1,4 +1,4 @@
-"""Checkpoints as they are in the wild: parents' prefixes, configs of older versions, quantized ones refused by name."""
+"""Checkpoints as they are in the wild: parents' prefixes, and configs of older versions."""
 
 import json
 from collections.abc import Callable
@@ -247,30 +247,3 @@ def test_a_rotary_base_that_transformers_drops_is_refused(tmp_path: Path) -> Non
         logits(folder)
     restate(folder, lambda c: nested(c) | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
     assert not close(logits(folder), expected)
-
-
-# ---- quantized ones
-
-QUANTIZED: dict[str, dict[str, Any]] = {
-    "gptq": dict(quant_method="gptq", bits=4, group_size=128),
-    "awq": dict(quant_method="awq", bits=4, group_size=128, zero_point=True, version="gemm"),
-    "bitsandbytes": dict(quant_method="bitsandbytes", load_in_4bit=True),
-    "fp8": dict(quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic"),
-    "compressed-tensors": dict(quant_method="compressed-tensors", format="pack-quantized", config_groups={}),
-    "mxfp4": dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"]),
-}
-
-
-@pytest.mark.parametrize("method", QUANTIZED)
-def test_a_quantized_checkpoint_is_refused_by_name(method: str, tmp_path: Path) -> None:
-    folder = tiny("llama", tmp_path, tokenizer=False)
-    restate(folder, lambda c: c | dict(quantization_config=QUANTIZED[method]))
-    with pytest.raises(PlancError, match=rf"is quantized \({method}\)"), open_source(str(folder)) as source:
-        source.config()
-
-
-def test_a_quantized_parent_is_refused_by_name(tmp_path: Path) -> None:
-    folder = parent("mistral3", tmp_path)
-    restate(folder, lambda c: c | dict(quantization_config=QUANTIZED["gptq"]))
-    with pytest.raises(PlancError, match=r"is quantized \(gptq\)"), open_source(str(folder)) as source:
-        source.config()
