@@ -14,6 +14,7 @@ from onnx import ModelProto, helper, numpy_helper
 from planc.compiler.ir.graph import Graph, Node, Value, Weight
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.packing import pack, packed_shape
+from planc.compiler.ir.quant import LIMITS, quantize_rows
 from planc.compiler.ir.recipe import load
 from planc.compiler.ir.refs import logical
 from planc.compiler.ir.types import DTYPES, PACKED, Attr, TensorType
@@ -89,15 +90,26 @@ def test_form_equals_reference(s: Sample) -> None:
         np.testing.assert_allclose(got.astype(np.float64), w.astype(np.float64), rtol=2e-5, atol=2e-6)
 
 
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """As a cache of `dtype` holds it."""
+    if dtype not in LIMITS:
+        return x.astype(DTYPES[dtype]).astype(np.float32)
+    codes, scale = quantize_rows(x, dtype)
+    return codes.astype(np.float32) * scale[..., None]
+
+
 @pytest.mark.parametrize("mask", MASKS, ids=lambda m: m["kind"])
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f8e4m3", "i8"])
 def test_paged_attention_is_attention_over_the_prompt(mask: dict[str, Attr], dtype: str) -> None:
-    """Two layers that share keys and values; a cache of bfloat16 rounds them."""
+    """Two layers that share keys and values; a cache of fewer bits rounds them."""
     rng = np.random.default_rng(0)
     shapes = {"q": (9, 6, 8), "k": (9, 2, 8), "v": (9, 2, 5)}
     arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    arrays["k"][0, 0] = arrays["v"][3, 1] = 0.0
     layout = {"layer": 3, "heads": 2, "k_dim": 8, "v_dim": 5, "block": 16, "dtype": dtype}
     layout |= {"k_offset": 0, "v_offset": 1024, "page_bytes": 4096}
+    if dtype in LIMITS:
+        layout |= {"k_scale_offset": 2048, "v_scale_offset": 3072}
     attrs = {"scale": 0.3, "softcap": 5.0, **mask}
     types = {name: TensorType("f32", ("T", *shape[1:])) for name, shape in shapes.items()}
     made = TensorType("f32", ("T", 6, 5))
@@ -114,7 +126,7 @@ def test_paged_attention_is_attention_over_the_prompt(mask: dict[str, Attr], dty
         ("a", "b"),
     )
     results = run(graph, {"ids": np.zeros(9, np.int32), **arrays})
-    k, v = (arrays[name].astype(DTYPES[dtype]).astype(np.float32) for name in "kv")
+    k, v = (rounded(arrays[name], dtype) for name in "kv")
     (want,) = OPS["attention"].ref({**attrs, "layer": 3}, (arrays["q"], k, v), ())
     for got in results:
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)

@@ -100,18 +100,23 @@ def _narrow(x: Array, dtype: str) -> tuple[Array, Array]:
     return codes, np.where(broken, np.float32(np.nan), scale)
 
 
-def _widened(attrs: Attrs, kv: Array) -> tuple[Array, Array]:
-    """As `_pages`, in float32, scales applied: what the cache says."""
-    keys, values = (part.astype(np.float32) for part in _pages(attrs, kv))
-    if scales := _scales(attrs, kv):
-        return keys * scales[0][:, :, None], values * scales[1][..., None]
-    return keys, values
+def _cached(attrs: Attrs, kv: Array, pages: Array, n: int) -> tuple[Array, Array]:
+    """K [n, heads, k_dim] and V [n, heads, v_dim] of the first n positions in `pages`, as float32, scales applied."""
+    keys, values = _pages(attrs, kv)
+    out = [_joined(keys[pages].transpose(0, 3, 1, 2), n), _joined(values[pages].transpose(0, 2, 1, 3), n)]
+    for x, scales in zip(out, _scales(attrs, kv) or (), strict=False):
+        x *= _joined(scales[pages].transpose(0, 2, 1), n)[..., None]
+    return out[0], out[1]
+
+
+def _joined(x: Array, n: int) -> Array:
+    """[pages, block, ..] to the first n positions [n, ..], as float32."""
+    return x.reshape(-1, *x.shape[2:])[:n].astype(np.float32)
 
 
 def paged_attention(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
     """Each sequence's queries over its cached keys, found through its row of the page table."""
     q, kv, table, start, positions = args[:5]
-    keys, values = _widened(attrs, kv)
     out = np.zeros((*q.shape[:2], as_int(attrs, "v_dim")), np.float32)
     for s in range(len(table)):
         rows = slice(int(start[s]), int(start[s + 1]))
@@ -120,7 +125,6 @@ def paged_attention(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
         q_pos = positions[rows]
         n = int(q_pos.max()) + 1
         pages = table[s, : -(-n // as_int(attrs, "block"))]
-        k = keys[pages].transpose(0, 3, 1, 2).reshape(-1, *keys.shape[1:3])[:n]
-        v = values[pages].transpose(0, 2, 1, 3).reshape(-1, values.shape[1], values.shape[3])[:n]
+        k, v = _cached(attrs, kv, pages, n)
         out[rows] = _attend(attrs, q[rows], k, v, q_pos, _heads(attrs, args[5:]))
     return (out,)

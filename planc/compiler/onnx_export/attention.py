@@ -1,12 +1,13 @@
 """Attention as ONNX: the prompt is the whole sequence, so keys and values need no cache; masks go by index.
 
-Scores are [Hk, Hq/Hk, T, T]. A cache of bfloat16 leaves its rounding behind, so that the logits are those of the plan.
+Scores are [Hk, Hq/Hk, T, T]. A cache of fewer bits leaves its rounding behind, so that logits are those of the plan.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 from planc.compiler.ir.graph import Node
+from planc.compiler.ir.quant import LIMITS
 from planc.compiler.onnx_export.emitter import Emitter
 
 
@@ -24,7 +25,19 @@ def kv_append(e: Emitter, n: Node) -> Sequence[str]:
 
 def _rounded(e: Emitter, name: str, rounded: str, dtype: str) -> str:
     x = e.value(name)
+    if dtype in LIMITS:
+        return e.once(rounded, lambda: _narrowed(e, x, dtype))
     return x if dtype == "f32" else e.once(rounded, lambda: e.cast(e.cast(x, dtype), "f32"))
+
+
+def _narrowed(e: Emitter, x: str, dtype: str) -> str:
+    """Each vector as codes times its scale; one of zeros has scale 0."""
+    limit = float(LIMITS[dtype])
+    scale = e.op("Div", e.op("ReduceMax", e.op("Abs", x), e.ints(-1)), e.const(limit))
+    divisor = e.op("Where", e.op("Equal", scale, e.const(0.0)), e.const(1.0), scale)
+    ratio = e.op("Clip", e.op("Div", x, divisor), e.const(-limit), e.const(limit))
+    codes = e.op("Round", ratio) if dtype == "i8" else e.cast(e.cast(ratio, dtype), "f32")
+    return e.op("Mul", codes, scale)
 
 
 def _keys(e: Emitter, k: str) -> str:
