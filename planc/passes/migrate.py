@@ -106,7 +106,7 @@ class _Edit:
 
 
 def scaled(recipe: Recipe, factor: np.ndarray, constants: dict[str, np.ndarray]) -> Recipe:
-    """The recipe times a factor that broadcasts to it, taken below its moves, so that a stack is still made in parts."""
+    """The recipe times a factor that broadcasts to it, taken below its moves: a stack is still made in parts."""
     shape = _shape(recipe)
     factor = factor.reshape((1,) * (len(shape) - factor.ndim) + factor.shape)
     if recipe.op == "concat":

@@ -26,7 +26,7 @@ def native_part(recipe: Recipe, part: str, row: Scheme, native: Mapping[str, str
     if recipe.op == "reshape":
         return _reshaped(recipe, made[0], part, row)
     axis = row.axis(part, int(recipe.get("axis")), len(infer(recipe).shape))  # type: ignore[arg-type]
-    if axis is None or (row.blocks and part != "q"):
+    if axis is None:
         return None
     attrs = tuple((k, axis if k == "axis" else v) for k, v in recipe.attrs)
     return replace(recipe, inputs=made, attrs=attrs)

@@ -39,7 +39,7 @@ class Site:
 
 @dataclass(frozen=True)
 class _End:
-    """Where features end up: input `at` of a node (None: an output of the graph), `index` names each feature's origin."""
+    """Where features end up: input `at` of a node (None: an output of the graph); `index` tells their origins."""
 
     node: Node | None
     at: int

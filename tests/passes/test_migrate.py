@@ -45,9 +45,7 @@ def random_scales(graph: Graph) -> dict[str, np.ndarray]:
 
 
 def migrated(graph: Graph, scales: dict[str, np.ndarray]) -> tuple[Graph, int]:
-    after, log = pipeline.run(
-        graph, options(choices=Choices(scales)), pipeline=pipeline.PIPELINE[FIRST : FIRST + 1]
-    )
+    after, log = pipeline.run(graph, options(choices=Choices(scales)), pipeline=pipeline.PIPELINE[FIRST : FIRST + 1])
     return after, log[0].matches
 
 
@@ -118,7 +116,9 @@ def test_a_weight_that_two_products_read_keeps_its_scale() -> None:
     assert sites(small(NORM, LINEAR, again, outputs=("z",))) == []
 
 
-@pytest.mark.parametrize(("op", "attrs", "found"), [("relu", (), ["m"]), ("silu", (), []), ("mul", (("scalar", 2.0),), ["m"])])
+@pytest.mark.parametrize(
+    ("op", "attrs", "found"), [("relu", (), ["m"]), ("silu", (), []), ("mul", (("scalar", 2.0),), ["m"])]
+)
 def test_only_what_keeps_a_factor_lets_it_pass(op: str, attrs: tuple, found: list[str]) -> None:
     nodes = (
         Node("linear", ("x", "w"), (value("h"),)),
