@@ -1,0 +1,35 @@
+"""round(x / s) @ round(w * s).T ~ x @ w.T in 8 bits: in go rows and weights, out come scales and errors.
+
+A channel whose activations are large costs all others of its token their digits; s moves some of it to the weight.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planc.compiler.calibrate.stats import rounded
+
+POWERS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # of the activations' peak, the rest is the weight's
+_LIMIT = 127
+
+
+def candidates(peak: np.ndarray, weight: np.ndarray) -> Iterator[np.ndarray]:
+    """Scales to try, for the largest |x| and |w| of each unit."""
+    for power in POWERS:
+        s = np.maximum(peak, 1e-5) ** power / np.maximum(weight, 1e-5) ** (1 - power)
+        yield rounded(np.asarray(s / np.sqrt(s.max() * s.min())))
+
+
+def error(w: Tensor, sample: Tensor, s: Tensor) -> float:
+    """The sum of squares of what rounding changes in sample[n, K] @ w[N, K].T when s[K] is moved."""
+    given = _rounded(sample / s) @ _rounded(w * s).T
+    return float((given - sample @ w.T).square().sum(dtype=torch.float64))
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Each row in 8 bits, as the scheme rounds channels of weights and tokens of activations."""
+    scale = x.abs().amax(-1, keepdim=True) / _LIMIT
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    return (x / scale).round_().clamp_(-_LIMIT, _LIMIT).mul_(scale)
