@@ -74,8 +74,8 @@ class ModelSource(ABC):
     `read` reads the bytes of one tensor.
 
     A tensor that is stored quantized reads as floats under its own name. If a scheme of ir/quant.py holds what is
-    stored, `native` names it, and `name:q`, `name:s`, `name:z` are tensors too, in that scheme's layouts. `notes` are
-    lines that a build has to say.
+    stored, `native` names it, and `name:q`, `name:s`, `name:z` are tensors too, in that scheme's layouts. Those
+    in `transposed` are parameters once their last two axes are swapped. `notes` are lines that a build has to say.
     """
 
     name: str
@@ -83,6 +83,7 @@ class ModelSource(ABC):
     tensors: dict[str, TensorInfo]
     trust_remote_code: bool = False
     native: Mapping[str, str] = MappingProxyType({})
+    transposed: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
     parent_type: str | None = None  # the multimodal model's type when config() is that of its language model
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from planc.compiler.ir.recipe import Recipe, load
+from planc.compiler.ir.recipe import Recipe, load, step
 from planc.compiler.ir.types import DTYPES
 from planc.compiler.refusal import refused
 from planc.compiler.source.base import ModelSource, TensorInfo, one_line
@@ -36,10 +36,16 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._known: dict[int, tuple[torch.Tensor, Recipe]] = {}  # the tensor is kept, so that no id is used twice
 
-    def tensor(self, name: str, info: TensorInfo) -> torch.Tensor:
-        """A tensor without values that stands for a tensor of the checkpoint."""
-        made = torch.empty(info.shape, dtype=TORCH[info.dtype], device="meta")
-        self._known[id(made)] = (made, load(name, info.dtype, info.shape))
+    def tensor(self, name: str, info: TensorInfo, transposed: bool = False) -> torch.Tensor:
+        """A tensor without values that stands for a tensor of the checkpoint, or for its transpose."""
+        made, recipe = (
+            torch.empty(info.shape, dtype=TORCH[info.dtype], device="meta"),
+            load(name, info.dtype, info.shape),
+        )
+        if transposed:
+            made = made.mT.contiguous()
+            recipe = step("transpose", recipe, perm=(*range(made.dim() - 2), made.dim() - 1, made.dim() - 2))
+        self._known[id(made)] = (made, recipe)
         return made
 
     def recipe(self, tensor: torch.Tensor) -> Recipe | None:
@@ -107,7 +113,8 @@ def _collected(
         tensors.append(names[name])
         info = source.tensors[names[name]]
         _check_dtype(source, names[name], info.dtype, state[target].is_floating_point())
-        mapping.add_tensor(target, name, pattern or name, recorder.tensor(names[name], info))
+        turned = names[name] in source.transposed
+        mapping.add_tensor(target, name, pattern or name, recorder.tensor(names[name], info, turned))
     return gathered
 
 

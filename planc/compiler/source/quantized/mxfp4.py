@@ -1,6 +1,6 @@
 """MXFP4 stacks of experts: E2M1 codes [E, N, K/32, 16], two a byte, and a power of two for each 32 neighbours in K.
 
-The parameter that they make is [E, K, N], as transformers' models multiply with it.
+The parameter that they make is [E, K, N], which transformers' models multiply with from the right.
 """
 
 from __future__ import annotations

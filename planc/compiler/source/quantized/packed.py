@@ -32,8 +32,8 @@ class Packed:
 
     `group` neighbours in K share a scale, or `order` i64[K] gives each column's group. `offset` is the zero point where
     it is one number, `table` the value of each code where codes are no numbers. `scheme` is None when no scheme holds
-    these parts: the tensor is known by its floats alone. `dtype` is that of the floats, and `transposed` says that they
-    are [E, K, N] where the codes are [E, N, K].
+    these parts: the tensor is known by its floats alone. `dtype` is that of the floats; `transposed` says that the
+    model's parameter is [.., K, N].
     """
 
     shape: tuple[int, ...]
@@ -51,8 +51,7 @@ class Packed:
     @property
     def info(self) -> TensorInfo:
         """What the floats are."""
-        *stack, n, k = self.shape
-        return TensorInfo(self.dtype, (*stack, k, n) if self.transposed else self.shape)
+        return TensorInfo(self.dtype, self.shape)
 
     @property
     def parts(self) -> dict[str, TensorInfo]:
@@ -81,7 +80,7 @@ class Packed:
         return np.ascontiguousarray(np.repeat(spread, max(self.group // group, 1), axis=-2))
 
     def floats(self, start: int = 0, stop: int | None = None) -> Array:
-        """Rows of the floats along their first axis, which is the tensor's own: NotFiniteError as for `part`."""
+        """A range of the floats' first axis; NotFiniteError as for `part`."""
         stop = self.shape[0] if stop is None else stop
         shape = (stop - start, *self.shape[1:])
         out = np.empty(shape, DTYPES[self.dtype])
@@ -89,14 +88,10 @@ class Packed:
         for rows in self._pieces(start, stop):
             flat[at : at + len(rows)] = rows
             at += len(rows)
-        return np.ascontiguousarray(out.swapaxes(-1, -2)) if self.transposed else out
+        return out
 
     def pieces(self, count: int) -> Iterator[Array]:
         """The floats in order, flat, at most `count` at a time, with the codes of all of them in memory."""
-        if self.transposed:
-            flat = self.floats().reshape(-1)
-            yield from (flat[i : i + count] for i in range(0, flat.size, count))
-            return
         for rows in self._pieces(0, self.shape[0]):
             flat = rows.reshape(-1).astype(DTYPES[self.dtype])
             yield from (flat[i : i + count] for i in range(0, flat.size, count))

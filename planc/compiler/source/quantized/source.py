@@ -29,6 +29,7 @@ class QuantizedSource(ModelSource):
         self.name, self.path, self.trust_remote_code = inner.name, inner.path, inner.trust_remote_code
         self.notes = tuple(found.notes)
         self.native = {name: packed.scheme for name, packed in found.weights.items() if packed.scheme is not None}
+        self.transposed = frozenset(name for name, packed in found.weights.items() if packed.transposed)
         self.tensors = {name: info for name, info in inner.tensors.items() if name not in found.hidden}
         for name, packed in found.weights.items():
             self.tensors[name] = packed.info
