@@ -102,6 +102,11 @@ def _build_extra(verb: F) -> F:
     show_default=True,
     help="What judges the plan; none skips it, and the manifest says so.",
 )
+@click.option("--max-kl", type=float, help="Most mean KL to the reference, in nats. [default: the scheme's]")
+@click.option("--max-ppl-increase", metavar="P%", help="Most growth of perplexity. [default: the scheme's]")
+@click.option(
+    "--auto-mixed", is_flag=True, help="Where that is exceeded, store the worst modules wider until it is not."
+)
 @click.option(
     "--seed",
     type=int,

@@ -5,13 +5,12 @@ held at a time.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from planc.errors import PlancError
 from planc.plans.schema import Accuracy, Golden
 from planc.runtime.goldens import Scorer
 
@@ -25,9 +24,6 @@ GOLDEN_TOKENS = 16
 EVAL_TEXT = Path(__file__).parent / "data" / "eval.txt"
 EVAL_TOKENS = 1024
 WINDOW = 256
-
-# Mean KL in nats beyond which a plan of this weight dtype is not merely rounded, but wrong.
-MOST_KL: Mapping[str, float] = {"f32": 1e-4, "bf16": 0.2, "int8": 0.5}
 
 Logits = Iterable[tuple[int, int, np.ndarray]]
 Encode = Callable[[str], list[int]]
@@ -146,13 +142,3 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def _digits(x: float) -> float:
     """Four digits: float32 sums in another order, on another CPU, differ far below that."""
     return float(f"{x:.4g}")
-
-
-def check(measured: Accuracy, dtype: str) -> None:
-    """PlancError when the plan is further from its reference than rounding its weights can explain."""
-    most = MOST_KL[dtype]
-    if measured.mean_kl is not None and not measured.mean_kl <= most:
-        raise PlancError(
-            f"the {dtype} plan is {measured.mean_kl:.3g} nats of KL from its reference, more than the {most:g} that "
-            "rounding could explain, so it was not published. Please report the model; --reference none skips this."
-        )

@@ -1,8 +1,10 @@
 """The whole compile in order: in goes a request, out comes a published plan directory."""
 
 import platform
+import shutil
 import tempfile
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,17 +13,19 @@ import planc
 from planc.codegen import cpu, program
 from planc.codegen import target as targets
 from planc.codegen.target import Target
-from planc.compiler import accuracy, weights
+from planc.compiler import accuracy, gate, weights
 from planc.compiler.ir.graph import Graph
 from planc.compiler.ir.text import to_text
 from planc.compiler.ir.types import Attr
+from planc.compiler.mixed import Attempt, passing
 from planc.compiler.progress import Progress
-from planc.compiler.reference import reference_logits
+from planc.compiler.reference import Judge
 from planc.compiler.residency import bounded
 from planc.compiler.source import ModelSource, open_source
 from planc.compiler.source.base import most_positions
 from planc.compiler.storage import check_kernels, storage
 from planc.compiler.tokenizer import save_tokenizer
+from planc.compiler.weight_errors import errors, quantized
 from planc.errors import PlancError, UsageError
 from planc.passes.memory import arena_bytes
 from planc.passes.options import Options
@@ -58,6 +62,9 @@ class BuildRequest:
     weights: str = "pack"
     seed: int = 0
     reference: str = "transformers"
+    max_kl: float | None = None
+    max_ppl_increase: str | None = None
+    auto_mixed: bool = False
     revision: str | None = None
     allow_pickle: bool = False
     trust_remote_code: bool = False
@@ -82,10 +89,21 @@ def build(request: BuildRequest, progress: Progress) -> schema.Plan:
         quant = storage(request.dtype, request.quant_config, source)
         check_kernels(quant, target)
         options = _options(request, config, target, quant)
-        graph, log, info = _compile(source, config, options, request, progress)
+        job = _lift(source, config, options, request, progress)
+        graph, log = job.passes(options)
         with store.publish(request.out, force=request.force) as root:
-            plan = _write(root, graph, log, info, source, options, request, progress)
-    return plan
+            with progress.stage("tokenizer"):
+                save_tokenizer(source, root / "tokenizer")
+                tokenizer = Tokenizer.load(root / "tokenizer")
+                _ = tokenizer.chat_template  # one that does not parse stops the build, not a request
+            first = job.write(root, graph, log, options)
+            if request.weights == "pack":
+                first = job.measured(root, first)
+                text = tokenizer.encode(accuracy.EVAL_TEXT.read_text(encoding="utf-8"))
+                first = passing(
+                    first, _most(request, options), root, job.make, source, text, request.auto_mixed, progress
+                )
+            return store.seal(root, first.plan)
 
 
 def _check_request(request: BuildRequest) -> Target:
@@ -99,7 +117,22 @@ def _check_request(request: BuildRequest) -> Target:
         )
     if request.block_size % 16 or not 16 <= request.block_size <= 256:
         raise UsageError(f"--block-size must be a multiple of 16 from 16 to 256, got {request.block_size}.")
+    asked = request.max_kl is not None or request.max_ppl_increase is not None or request.auto_mixed
+    if asked and (request.reference == "none" or request.weights == "none"):
+        raise UsageError(
+            "--max-kl, --max-ppl-increase and --auto-mixed need the weights and a reference to measure by."
+        )
+    if request.max_kl is not None and not 0 < request.max_kl < float("inf"):
+        raise UsageError(f"--max-kl is {request.max_kl:g}; pass a number of nats above 0.")
+    if request.max_ppl_increase is not None:
+        gate.share(request.max_ppl_increase)
     return targets.parse(request.target)
+
+
+def _most(request: BuildRequest, options: Options) -> gate.Limits:
+    """What the build may lose."""
+    increase = None if request.max_ppl_increase is None else gate.share(request.max_ppl_increase)
+    return gate.limits(options.storage, _kv_cache_dtype(request), request.max_kl, increase)
 
 
 def _options(request: BuildRequest, config: "PretrainedConfig", target: Target, quant: QuantConfig) -> Options:
@@ -135,9 +168,10 @@ def _max_model_len(asked: int | None, config: "PretrainedConfig") -> int:
     return asked or int(limit or 0)
 
 
-def _compile(
+def _lift(
     source: ModelSource, config: "PretrainedConfig", options: Options, request: BuildRequest, progress: Progress
-) -> tuple[Graph, tuple[schema.PassLog, ...], schema.ModelInfo]:
+) -> "_Job":
+    """Traces and lifts the model: what every attempt to build it starts from."""
     from planc.compiler.gates import self_test
     from planc.compiler.lift import lift
     from planc.compiler.source.bind import Binding, bind
@@ -164,13 +198,9 @@ def _compile(
         graph = lift(traced, binding.recipes)
     with progress.stage("self-test"):
         self_test(config, request.trust_remote_code, options.max_model_len)
-    with progress.stage("passes"):
-        graph, log = run_passes(graph, options, dump=request.dump_dir)
-    if not any(n.op == "kv_append" for n in graph.nodes):
-        raise PlancError("the model has no attention layer, so there is nothing to serve; check its config.")
     parameters = sum(p.numel() for p in traced.module.parameters())
     info = _model_info(source, config, parameters, binding.unused)
-    return graph, log, replace(info, fixed_regimes=traced.regimes)
+    return _Job(source, request, progress, graph, replace(info, fixed_regimes=traced.regimes))
 
 
 def _model_info(
@@ -194,6 +224,52 @@ def _model_info(
     )
 
 
+@dataclass(frozen=True)
+class _Job:
+    """A lifted model on its way to a plan. More than one attempt may be made of it, into the same directory."""
+
+    source: ModelSource
+    request: BuildRequest
+    progress: Progress
+    lifted: Graph
+    info: schema.ModelInfo
+
+    @cached_property
+    def judge(self) -> Judge | None:
+        if self.request.reference == "none":
+            return None
+        vocab = getattr(self.source.config().get_text_config(), "vocab_size", 1 << 16)
+        chunk = max(1, min(64, _ROWS_BYTES // (4 * vocab)))
+        limit = _max_model_len(self.request.max_model_len, self.source.config())
+        return Judge(self.source, rows_per_chunk=chunk, limit=limit)
+
+    def make(self, root: Path, options: Options, measured: bool) -> Attempt:
+        """Another attempt, in the place of what lies in `root`."""
+        for name in ("kernels", "weights"):
+            shutil.rmtree(root / name, ignore_errors=True)
+        attempt = self.write(root, *self.passes(options), options)
+        return self.measured(root, attempt) if measured else attempt
+
+    def passes(self, options: Options) -> tuple[Graph, tuple[schema.PassLog, ...]]:
+        with self.progress.stage("passes"):
+            graph, log = run_passes(self.lifted, options, dump=self.request.dump_dir)
+        if not any(n.op == "kv_append" for n in graph.nodes):
+            raise PlancError("the model has no attention layer, so there is nothing to serve; check its config.")
+        return graph, log
+
+    def write(self, root: Path, graph: Graph, log: tuple[schema.PassLog, ...], options: Options) -> Attempt:
+        plan = _write(root, graph, log, self.info, self.source, options, self.request, self.progress)
+        return Attempt(options, graph, plan)
+
+    def measured(self, root: Path, attempt: Attempt) -> Attempt:
+        plan = _measure(root, attempt.graph, attempt.plan, self.judge, attempt.options, self.progress)
+        if plan.accuracy.mean_kl is not None and quantized(attempt.graph):
+            with self.progress.stage("errors of weights"):
+                found = errors(attempt.graph, self.source.read, self.source.read_rows)
+            plan = replace(plan, accuracy=replace(plan.accuracy, weights=found))
+        return replace(attempt, plan=plan)
+
+
 def _write(
     root: Path,
     graph: Graph,
@@ -204,11 +280,8 @@ def _write(
     request: BuildRequest,
     progress: Progress,
 ) -> schema.Plan:
-    """Writes everything below `root` and seals it."""
+    """Writes graph, kernels and weights below `root`."""
     (root / store.GRAPH).write_text(to_text(graph))
-    with progress.stage("tokenizer"):
-        save_tokenizer(source, root / "tokenizer")
-        _ = Tokenizer.load(root / "tokenizer").chat_template  # one that does not parse stops the build, not a request
     code = program.program(graph, options.target, options.dims)
     cpu.build(code, root / "kernels", progress=progress.counter("kernels"))
     weights.write_constants(graph, root)
@@ -216,7 +289,7 @@ def _write(
     if request.weights == "pack":
         bar = progress.bytes("weights", weights.total_bytes(packed))
         weights.write_weights(graph, source.read, root, bar, source.read_rows)
-    plan = schema.Plan(
+    return schema.Plan(
         model=info,
         target=str(options.target),
         options=schema.Options(
@@ -241,9 +314,6 @@ def _write(
         | {name: version(name) for name in _MADE_WITH}
         | {"compiler": cpu.compiler().version},
     )
-    if request.weights == "pack":
-        plan = _measure(root, graph, plan, source, options, request, progress)
-    return store.seal(root, plan)
 
 
 def _limits(graph: Graph, options: Options) -> schema.Limits:
@@ -292,9 +362,8 @@ def _measure(
     root: Path,
     graph: Graph,
     plan: schema.Plan,
-    source: ModelSource,
+    judge: Judge | None,
     options: Options,
-    request: BuildRequest,
     progress: Progress,
 ) -> schema.Plan:
     """Goldens and accuracy of the plan that lies in `root`, run here: by its own library, or by one for this CPU."""
@@ -310,7 +379,7 @@ def _measure(
         executor = CpuExecutor(home, runnable, num_blocks=min(pages, -(-4096 // options.block_size)))
         try:
             with bounded(executor, plan.memory.weights):
-                goldens, measured = _score(root, executor, plan, source, request, progress)
+                goldens, measured = _score(root, executor, plan, judge, progress)
         finally:
             executor.close()
     return replace(plan, goldens=goldens, accuracy=measured, goldens_target=str(on))
@@ -320,8 +389,7 @@ def _score(
     root: Path,
     executor: CpuExecutor,
     plan: schema.Plan,
-    source: ModelSource,
-    request: BuildRequest,
+    judge: Judge | None,
     progress: Progress,
 ) -> tuple[tuple[schema.Golden, ...], schema.Accuracy]:
     scorer = Scorer(executor, plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens)
@@ -329,14 +397,10 @@ def _score(
     with progress.stage("goldens"):
         material = accuracy.generate(scorer, tokenizer.encode, plan.limits.max_model_len)
     _check_ids(material, plan.limits.vocab_size)
-    if request.reference == "none":
+    if judge is None:
         return accuracy.unjudged(material)
-    chunk = max(1, min(64, _ROWS_BYTES // (4 * plan.limits.vocab_size)))
     bar = progress.rows("reference", sum(len(s) for s in material.sequences))
-    rows = reference_logits(source, material.sequences, rows_per_chunk=chunk, limit=plan.limits.max_model_len)
-    goldens, measured = accuracy.judge(material, scorer, rows, "transformers f32", bar)
-    accuracy.check(measured, plan.options.dtype)
-    return goldens, measured
+    return accuracy.judge(material, scorer, judge.logits(material.sequences), "transformers f32", bar)
 
 
 def _check_ids(material: accuracy.Material, vocab_size: int) -> None:

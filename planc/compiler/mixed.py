@@ -1,0 +1,111 @@
+"""A build that is too far from its model: in goes how to build another, out comes one that passes, or what would."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from planc.codegen import target as targets
+from planc.compiler import gate
+from planc.compiler.gate import Limits, Search
+from planc.compiler.ir.graph import Graph
+from planc.compiler.probe import Group, Probe, groups
+from planc.compiler.progress import Progress
+from planc.compiler.source import ModelSource
+from planc.compiler.weight_errors import quantized
+from planc.passes.options import Options
+from planc.plans.schema import Plan
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A plan that lies in a directory, and what made it."""
+
+    options: Options
+    graph: Graph
+    plan: Plan
+
+
+# Writes the plan of some options to a directory; with True it is measured too.
+Make = Callable[[Path, Options, bool], Attempt]
+
+
+def passing(
+    first: Attempt,
+    most: Limits,
+    root: Path,
+    make: Make,
+    source: ModelSource,
+    text: Sequence[int],
+    auto: bool,
+    progress: Progress,
+) -> Attempt:
+    """`first`, which lies in `root`, when it is within the limits; else, with `auto`, one that is, in its place.
+
+    Raises PlancError naming the worst modules; without `auto` it has printed a --quant-config that was built, measured
+    and found to pass, if there is one. `text` are some tokens to measure single modules on.
+    """
+    excess = most.excess(first.plan.accuracy)
+    if excess <= 1:
+        return _kept(first, most, ())
+    progress.say(f"the {first.options.dtype} plan is {gate.told(first.plan.accuracy, most)}: looking for what helps")
+    found = _costs(first, root, make, source, text, progress)
+    search = Search.start(first.options.storage, most, found, excess)
+    for number in range(1, gate.ROUNDS + 1):
+        if not search.widen():
+            break
+        attempt = make(root, _options(first.options, search), True)
+        wider = ", ".join(f"{len(modules)} in {name}" for name, modules in search.widened.items())
+        progress.say(f"round {number}: of the modules {wider}: {gate.told(attempt.plan.accuracy, most)}")
+        excess = most.excess(attempt.plan.accuracy)
+        if excess <= 1:
+            return _passed(first, attempt, search, most, found, auto, progress)
+        search.measured(excess)
+    raise gate.refuse(first.plan.accuracy, most, found, None, first.options.dtype)
+
+
+def _passed(
+    first: Attempt,
+    attempt: Attempt,
+    search: Search,
+    most: Limits,
+    found: Sequence[Group],
+    auto: bool,
+    progress: Progress,
+) -> Attempt:
+    progress.say(gate.as_json(search.storage))
+    if not auto:
+        raise gate.refuse(first.plan.accuracy, most, found, search.storage, first.options.dtype)
+    names = sorted(f"{module}: {name}" for name, modules in search.widened.items() for module in modules)
+    progress.say("widened " + ", ".join(names))
+    return _kept(attempt, most, tuple(names))
+
+
+def _kept(attempt: Attempt, most: Limits, widened: tuple[str, ...]) -> Attempt:
+    """With what was allowed and widened in the manifest, where anything was measured."""
+    measured = attempt.plan.accuracy
+    if measured.mean_kl is None:
+        return attempt
+    measured = replace(measured, most_kl=most.kl, most_ppl_increase=most.ppl_increase, widened=widened)
+    return replace(attempt, plan=replace(attempt.plan, accuracy=measured))
+
+
+def _options(options: Options, search: Search) -> Options:
+    """With the search's storage; bounds found for a scheme go with it."""
+    clips = {name: clip for name, clip in options.choices.clips.items() if name not in search.names}
+    return replace(options, quant=search.storage, choices=replace(options.choices, clips=clips))
+
+
+def _costs(
+    first: Attempt, root: Path, make: Make, source: ModelSource, text: Sequence[int], progress: Progress
+) -> list[Group]:
+    """What rounding each group of weights costs by itself, in a plan of bf16 weights for this CPU."""
+    weights = quantized(first.graph)
+    if not weights:
+        return []
+    plain = replace(first.options.storage, default="bf16", modules=(), kinds={}, native={})
+    with tempfile.TemporaryDirectory(prefix=".planc-", dir=root.parent) as scratch:
+        wide = make(Path(scratch), replace(first.options, target=targets.host(), dtype="bf16", quant=plain), False)
+        bar = progress.rows("modules", len(groups(weights)))
+        with Probe(Path(scratch), wide.plan, wide.graph, first.graph.constants, source.read, source.read_rows) as probe:
+            return probe.measure(weights, text, bar)
