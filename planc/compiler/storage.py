@@ -18,6 +18,7 @@ from planc.passes.schemes import PLAIN, QuantConfig
 
 AUTO = "auto"
 _KINDS = {"lm_head": "head", "embedding": "embedding", "router": "router"}
+_EVERY = ("linear", "expert", "head", "embedding", "router")
 NAMES = (AUTO, *PLAIN, *(name for name, row in SCHEMES.items() if not row.read_only))
 
 
@@ -43,7 +44,8 @@ def storage(dtype: str, path: Path | None, source: ModelSource) -> QuantConfig:
             f"the checkpoint is quantized already, as {', '.join(sorted(held))}: --dtype auto keeps it so, --dtype "
             f"bf16 widens it. For {chosen}, start from the unquantized model."
         )
-    return QuantConfig(held.most_common(1)[0][0], modules, {"embedding": "bf16", "head": "bf16"} | kinds, source.native)
+    # What the checkpoint left wide stays so.
+    return QuantConfig(held.most_common(1)[0][0], modules, dict.fromkeys(_EVERY, "bf16") | kinds, source.native)
 
 
 def used(config: QuantConfig) -> list[str]:

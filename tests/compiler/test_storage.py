@@ -99,6 +99,8 @@ def test_a_quantized_checkpoint_keeps_its_scheme() -> None:
     config = storage("auto", None, source(q="awq-g64"))
     assert config.default == "awq-g64"
     assert [of(config), of(config, HEAD, "head")] == ["awq-g64", "bf16"]
+    left = [of(config, "model.layers.1.mlp.up_proj.weight", kind) for kind in ("linear", "expert", "router")]
+    assert left == ["bf16"] * 3
     assert of(storage("bf16", None, source(q="awq-g64"))) == "bf16"
     assert of(storage("awq-g64", None, source(q="awq-g64"))) == "awq-g64"
     with pytest.raises(UsageError, match="quantized already, as awq-g64"):
