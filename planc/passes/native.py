@@ -17,6 +17,9 @@ def native_part(recipe: Recipe, part: str, row: Scheme, native: Mapping[str, str
         return native_part(recipe.inputs[0], part, row, native)
     if recipe.op == "load":
         return _loaded(recipe, part, row, native)
+    if recipe.op == "transpose":
+        inner = _transposed_back(recipe)
+        return None if inner is None else native_part(inner, part, row, native)
     if recipe.op not in ("concat", "slice", "reshape"):
         return None
     inputs = [native_part(r, part, row, native) for r in recipe.inputs]
@@ -38,6 +41,19 @@ def _loaded(recipe: Recipe, part: str, row: Scheme, native: Mapping[str, str]) -
         return None
     t = row.part_type(TensorType("f32", infer(recipe).shape), part)
     return load(f"{name}:{part}", t.dtype, tuple(int(d) for d in t.shape))
+
+
+def _transposed_back(recipe: Recipe) -> Recipe | None:
+    """What is transposed twice, and so not at all: a parameter may be the transpose of what the checkpoint holds."""
+    (inner,) = recipe.inputs
+    while inner.op == "cast":
+        (inner,) = inner.inputs
+    if inner.op != "transpose":
+        return None
+    first, second = (r.get("perm") for r in (inner, recipe))
+    assert isinstance(first, tuple)
+    assert isinstance(second, tuple)
+    return inner.inputs[0] if [first[i] for i in second] == sorted(first) else None
 
 
 def _reshaped(recipe: Recipe, made: Recipe, part: str, row: Scheme) -> Recipe | None:

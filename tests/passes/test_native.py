@@ -35,6 +35,9 @@ def moved(a: Recipe, b: Recipe) -> dict[str, Recipe]:
         "rows": step("slice", both, axis=0, start=8, stop=72),
         "stack": stack,
         "expert": step("slice", stack, axis=0, start=1, stop=2),
+        "transposed twice": step(
+            "transpose", step("cast", step("transpose", stack, perm=(0, 2, 1)), dtype="f32"), perm=(0, 2, 1)
+        ),
         "half of each": step("slice", stack, axis=1, start=0, stop=N // 2),
     }
 
@@ -61,10 +64,12 @@ def test_what_takes_groups_apart_has_no_parts() -> None:
     row = SCHEMES["awq-g64"]
     columns = step("slice", a, axis=1, start=0, stop=128)
     turned = step("transpose", a, perm=(1, 0))
+    stack = step("reshape", a, shape=(1, N, K))
+    elsewhere = step("transpose", step("transpose", stack, perm=(0, 2, 1)), perm=(2, 1, 0))
     joined = step("concat", a, b, axis=1)
     scaled = step("mul", a, scalar=2.0)
     flat = step("reshape", a, shape=(N * K,))
-    for recipe in (columns, turned, joined, scaled, flat):
+    for recipe in (columns, turned, elsewhere, joined, scaled, flat):
         assert native_part(recipe, "s", row, native) is None
 
 
