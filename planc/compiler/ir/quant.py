@@ -18,7 +18,7 @@ GROUPS = (128, 64, 32)
 BLOCK = 128
 _ELEMENTS = 1 << 22  # widened to float32 at a time: bounds the memory of quantizing a large weight
 LIMITS: Mapping[str, int] = {"i8": 127, "f8e4m3": 448, "u4": 15}
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Scheme:
 
     def dequantize(self, q: np.ndarray, s: np.ndarray, z: np.ndarray | None = None) -> np.ndarray:
         """float32 W[.., N, K] from its parts."""
-        wide = _E2M1[q] if self.name == "mxfp4" else q.astype(np.float32)
+        wide = E2M1[q] if self.name == "mxfp4" else q.astype(np.float32)
         if z is not None:
             wide -= self._spread(z, q.shape[-1])
         elif self.offset:

@@ -17,7 +17,7 @@ from planc.compiler.ir.types import DTYPES, TensorType, dtype_name
 
 ELEMENT = {
     "f32": TensorProto.FLOAT, "f16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16,
-    "f8e4m3": TensorProto.FLOAT8E4M3FN, "i8": TensorProto.INT8,
+    "f8e4m3": TensorProto.FLOAT8E4M3FN, "i8": TensorProto.INT8, "u4": TensorProto.UINT8,
     "u8": TensorProto.UINT8, "i32": TensorProto.INT32, "i64": TensorProto.INT64, "bool": TensorProto.BOOL,
 }  # fmt: skip
 DOUBLE = TensorProto.DOUBLE

@@ -3,13 +3,15 @@
 Nothing is computed for an expert that no token chose, and one expert's weight at a time is widened to float32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from onnx import GraphProto, TensorProto, helper
 
 from planc.compiler.ir.graph import Node
+from planc.compiler.ir.operands import Operands, operands, scheme_of
 from planc.compiler.onnx_export.emitter import Emitter
+from planc.compiler.onnx_export.quantized import gatherable, widened
 from planc.compiler.onnx_export.structure import known_inside, within
 
 
@@ -21,36 +23,49 @@ class _Call:
     active: str
     rows: str
     slots: int
-    weight: str
-    dtype: str
-    scales: str | None
+    row_scales: str | None
+    weight: Callable[[Emitter, str], str]
     bias: str | None
 
 
 def expert_linear(e: Emitter, n: Node) -> Sequence[str]:
-    return (_experts(e, n, None, n.inputs[3:]),)
+    x, ids, w, *bias = n.inputs
+    return (_experts(e, Operands(x, None, ids, (w,), tuple(bias)), lambda e, expert: _plain(e, w, expert)),)
 
 
 def qexpert_linear(e: Emitter, n: Node) -> Sequence[str]:
-    return (_experts(e, n, n.inputs[3], n.inputs[4:]),)
+    given = operands(dict(n.attrs), n.inputs, experts=True)
+    row = scheme_of(dict(n.attrs))
+
+    parts = {name: gatherable(e, name) for name in given.parts}
+
+    def weight(e: Emitter, expert: str) -> str:
+        return widened(e, row, given.parts, lambda name: e.op("Gather", parts[name], expert))
+
+    return (_experts(e, given, weight),)
 
 
-def _experts(e: Emitter, n: Node, scales: str | None, bias: Sequence[str]) -> str:
+def _plain(e: Emitter, w: str, expert: str) -> str:
+    made = e.op("Gather", e.value(w), expert)
+    return made if e.type(w).dtype == "f32" else e.cast(made, "f32")
+
+
+def _experts(e: Emitter, given: Operands[str], weight: Callable[[Emitter, str], str]) -> str:
     """y[t, j] = x[t, (j)] @ w[ids[t, j]].T (+ b): rows go to their experts, and what these make goes to its place."""
-    x, ids, w = n.inputs[:3]
-    experts, size, width = (int(d) for d in e.type(w).shape)
+    x, ids = given.x, given.ids
+    assert ids is not None
+    experts, size, width = (int(d) for d in e.type(given.parts[0]).shape)
     k = int(e.type(ids).shape[-1])
     chosen = e.once(f"{e.value(ids)}/chosen", lambda: _chosen(e, ids, k))
     active = e.once(f"{e.value(ids)}/active{experts}", lambda: _active(e, ids, chosen, experts))
     call = _Call(
         chosen=chosen,
         active=active,
-        rows=e.op("Reshape", e.value(x), e.ints(-1, width)),
+        rows=e.op("Reshape", e.wide(x), e.ints(-1, width)),
         slots=k if len(e.type(x).shape) == 2 else 1,
-        weight=e.value(w),
-        dtype=e.type(w).dtype,
-        scales=e.value(scales) if scales else None,
-        bias=e.wide(bias[0]) if bias else None,
+        row_scales=e.op("Reshape", e.value(given.row_scales), e.ints(-1)) if given.row_scales else None,
+        weight=weight,
+        bias=e.wide(given.bias) if given.bias else None,
     )
     y, at = _loop(e, call, size)
     shape = e.op("Concat", e.op("Shape", chosen), e.ints(size), axis=0)
@@ -97,8 +112,11 @@ def _body(e: Emitter, call: _Call) -> GraphProto:
     mine = e.op("Equal", call.chosen, e.cast(expert, "i32"))
     at = e.op("Reshape", e.op("NonZero", mine), e.ints(-1))
     row = e.op("Div", at, e.const(call.slots, "i64")) if call.slots > 1 else at
-    bias = [e.op("Gather", call.bias, expert)] if call.bias else []
-    y = e.op("Gemm", e.op("Gather", call.rows, row), _weight(e, call, expert), *bias, transB=1)
+    y = e.op("Gemm", e.op("Gather", call.rows, row), call.weight(e, expert), transB=1)
+    if call.row_scales:
+        y = e.op("Mul", y, e.op("Unsqueeze", e.op("Gather", call.row_scales, row), e.ints(-1)))
+    if call.bias:
+        y = e.op("Add", y, e.op("Gather", call.bias, expert))
     results = [e.op("Identity", go), e.op("SequenceInsert", made, y), e.op("SequenceInsert", places, at)]
     sequences = [(TensorProto.FLOAT, made, results[1]), (TensorProto.INT64, places, results[2])]
     inputs = [helper.make_tensor_value_info(turn, TensorProto.INT64, ())]
@@ -107,12 +125,3 @@ def _body(e: Emitter, call: _Call) -> GraphProto:
     outputs = [helper.make_tensor_value_info(results[0], TensorProto.BOOL, ())]
     outputs += [helper.make_tensor_sequence_value_info(name, kind, None) for kind, _, name in sequences]
     return helper.make_graph(e.nodes, "expert", inputs, outputs)
-
-
-def _weight(e: Emitter, call: _Call, expert: str) -> str:
-    w = e.op("Gather", call.weight, expert)
-    if call.dtype != "f32":
-        w = e.cast(w, "f32")
-    if call.scales is None:
-        return w
-    return e.op("Mul", w, e.op("Unsqueeze", e.op("Gather", call.scales, expert), e.ints(-1)))

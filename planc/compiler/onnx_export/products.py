@@ -11,13 +11,6 @@ def linear(e: Emitter, n: Node) -> Sequence[str]:
     return (_gemm(e, n, e.wide(n.inputs[1]), n.inputs[2:]),)
 
 
-def qlinear(e: Emitter, n: Node) -> Sequence[str]:
-    """The weight is codes times the scale of their output channel."""
-    codes, scales = (e.value(i) for i in n.inputs[1:3])
-    w = e.once(f"{codes}/f32", lambda: e.op("DequantizeLinear", codes, scales, axis=0))
-    return (_gemm(e, n, w, n.inputs[3:]),)
-
-
 def _gemm(e: Emitter, n: Node, w: str, bias: Sequence[str]) -> str:
     """x @ w.T (+ b); Gemm takes a matrix, so other axes are folded and unfolded around it."""
     x, shape = e.value(n.inputs[0]), e.type(n.inputs[0]).shape

@@ -60,12 +60,6 @@ def embedding(e: Emitter, n: Node) -> Sequence[str]:
     return (rows if e.type(table).dtype == "f32" else e.cast(rows, "f32"),)
 
 
-def qembedding(e: Emitter, n: Node) -> Sequence[str]:
-    codes, scales, ids = (e.value(i) for i in n.inputs)
-    rows = e.cast(e.op("Gather", codes, ids), "f32")
-    return (e.op("Mul", rows, e.op("Unsqueeze", e.op("Gather", scales, ids), e.ints(-1))),)
-
-
 _REDUCE = {"mean": "ReduceMean", "sum": "ReduceSum", "amax": "ReduceMax", "amin": "ReduceMin", "prod": "ReduceProd"}
 
 

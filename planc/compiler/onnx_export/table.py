@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from planc.compiler.ir.graph import Node
 from planc.compiler.ir.refs import BINARY, COMPARE, REDUCE, UNARY
-from planc.compiler.onnx_export import attention, experts, pointwise, products, structure
+from planc.compiler.onnx_export import attention, experts, pointwise, products, quantized, structure
 from planc.compiler.onnx_export.emitter import Emitter
 
 Form = Callable[[Emitter, Node], Sequence[str]]
@@ -26,7 +26,7 @@ FORMS: Mapping[str, Form] = {
     "copy": structure.copy,
     "take_rows": structure.take_rows,
     "embedding": structure.embedding,
-    "qembedding": structure.qembedding,
+    "qembedding": quantized.qembedding,
     "softmax": structure.softmax,
     "cumsum": structure.cumsum,
     "argmax": structure.argmax,
@@ -34,7 +34,8 @@ FORMS: Mapping[str, Form] = {
     "gather": structure.gather,
     "scatter": structure.scatter,
     "linear": products.linear,
-    "qlinear": products.qlinear,
+    "quantize_rows": quantized.quantize_rows,
+    "qlinear": quantized.qlinear,
     "matmul": products.matmul,
     "weighted_sum": products.weighted_sum,
     "rms_norm": products.rms_norm,

@@ -1,0 +1,76 @@
+"""Quantized weights and rounded rows as ONNX: codes stay codes in the file, and become float32 where they are used.
+
+Codes of 4 bits lie one a byte. What ONNX cannot gather, codes of float8, is widened before.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from planc.compiler.ir.graph import Node
+from planc.compiler.ir.operands import operands, scheme_of
+from planc.compiler.ir.quant import E2M1, LIMITS, Scheme
+from planc.compiler.onnx_export.emitter import Emitter
+
+Take = Callable[[str], str]
+
+
+def quantize_rows(e: Emitter, n: Node) -> Sequence[str]:
+    """Rows over their largest magnitude, rounded to even; a row of zeros stays."""
+    x, dtype = e.value(n.inputs[0]), str(n.attr("dtype"))
+    limit = e.const(float(LIMITS[dtype]))
+    scale = e.op("Div", e.op("ReduceMax", e.op("Abs", x), e.ints(-1), keepdims=1), limit)
+    safe = e.op("Where", e.op("Equal", scale, e.const(0.0)), e.const(1.0), scale)
+    codes = e.op("Clip", e.op("Div", x, safe), e.op("Neg", limit), limit)
+    codes = e.op("Round", codes) if dtype == "i8" else codes
+    return e.cast(codes, dtype), e.op("Squeeze", scale, e.ints(-1))
+
+
+def qlinear(e: Emitter, n: Node) -> Sequence[str]:
+    given = operands(dict(n.attrs), n.inputs)
+    row = scheme_of(dict(n.attrs))
+    w = e.once(f"{e.value(given.parts[0])}/f32", lambda: widened(e, row, given.parts, e.value))
+    x, shape = e.wide(given.x), e.type(given.x).shape
+    if len(shape) != 2:
+        x = e.op("Reshape", x, e.ints(-1, int(shape[-1])))
+    y = e.op("Gemm", x, w, transB=1)
+    if len(shape) != 2:
+        y = e.op("Reshape", y, e.ints(*(d if isinstance(d, int) else -1 for d in n.out.type.shape)))
+    if given.row_scales:
+        y = e.op("Mul", y, e.op("Unsqueeze", e.value(given.row_scales), e.ints(-1)))
+    return (e.op("Add", y, e.wide(given.bias)) if given.bias else y,)
+
+
+def qembedding(e: Emitter, n: Node) -> Sequence[str]:
+    row, ids = scheme_of(dict(n.attrs)), e.value(n.inputs[-1])
+    taken = {}
+    for i, name in enumerate(n.inputs[:-1]):
+        axis = 1 if i and row.group is not None else 0
+        taken[name] = e.op("Gather", gatherable(e, name), ids, axis=axis)
+    return (widened(e, row, n.inputs[:-1], taken.__getitem__),)
+
+
+def widened(e: Emitter, row: Scheme, parts: Sequence[str], take: Take) -> str:
+    """float32 [N, K] of the parts of a matrix; `take` gives the ONNX value of a part."""
+    codes, k = take(parts[0]), int(e.type(parts[0]).shape[-1])
+    w = e.cast(codes, "i32" if row.name == "mxfp4" else "f32")
+    if row.name == "mxfp4":
+        w = e.op("Gather", e.const(E2M1), w)
+    if row.zeros:
+        w = e.op("Sub", w, _spread(e, row, take(parts[2]), k))
+    elif row.offset:
+        w = e.op("Sub", w, e.const(float(row.offset)))
+    return e.op("Mul", w, _spread(e, row, take(parts[1]), k))
+
+
+def gatherable(e: Emitter, name: str) -> str:
+    """A part in a dtype that ONNX gathers rows of."""
+    return e.wide(name) if e.type(name).dtype == "f8e4m3" else e.value(name)
+
+
+def _spread(e: Emitter, row: Scheme, scales: str, k: int) -> str:
+    """[N] as a column, or [K/g, N] as [N, K]."""
+    if row.group is None:
+        return e.op("Unsqueeze", scales, e.ints(-1))
+    groups = e.const(np.arange(k) // row.group, "i32")
+    return e.op("Transpose", e.op("Gather", scales, groups, axis=0), perm=[1, 0])
