@@ -12,10 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from planc.compiler.source.base import DTYPES, ModelSource, TensorInfo, new_model, normalize_generation, one_line
+from planc.compiler.source import gguf_blocks
+from planc.compiler.source.base import (
+    DTYPES,
+    ModelSource,
+    TensorInfo,
+    new_model,
+    normalize_generation,
+    one_line,
+    part_of,
+)
 from planc.compiler.source.files import SpanReader
 from planc.compiler.source.gguf_config import load_config
 from planc.compiler.source.gguf_header import GGUFTensor, corrupt, read_header
+from planc.compiler.source.quantized.packed import NotFiniteError, Packed
 from planc.errors import PlancError
 
 if TYPE_CHECKING:
@@ -30,7 +40,9 @@ _CONFIG_TENSORS = {"rope_freqs.weight"}
 
 
 class GGUFSource(ModelSource):
-    """A GGUF file. f16 and bf16 matrices keep their type; vectors, fused and quantized tensors read as f32."""
+    """A GGUF file. f16 and bf16 matrices keep their type; vectors, fused and quantized tensors read as f32. Matrices of
+    Q4_0 show their codes too.
+    """
 
     def __init__(self, path: Path, *, name: str | None = None) -> None:
         self.path, self.name = path, name or path.stem
@@ -51,6 +63,9 @@ class GGUFSource(ModelSource):
         return self._config
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
+        plain, part = part_of(name)
+        if part and plain in self._packed:
+            return self._part(plain, part)
         if name not in self.tensors:
             raise PlancError(f"{self.path} has no tensor {name}; it has {len(self.tensors)} others.")
         stored = {part: self.header.tensors[part] for part in self._parts[name]}
@@ -58,12 +73,20 @@ class GGUFSource(ModelSource):
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Of a stack of experts, those alone: no processing mixes experts."""
+        if part_of(name)[0] in self._packed:
+            return self.read(name)[start:stop]
         stored = {part: self.header.tensors[part] for part in self._parts.get(name, [])}
         info = self.tensors.get(name)
         if info is None or any(len(t.shape) != 3 or t.shape[0] != info.shape[0] for t in stored.values()):
             return self.read(name)[start:stop]
         some = {part: _rows(tensor, start, stop) for part, tensor in stored.items()}
         return self._checked(name, self._processed(name, some), (stop - start, *info.shape[1:]))
+
+    def _part(self, plain: str, part: str) -> np.ndarray[Any, Any]:
+        try:
+            return self._packed[plain].part(part)
+        except NotFiniteError as e:
+            raise PlancError(f"{self.path}: tensor {plain} is damaged: {e}. Fetch the file again.") from None
 
     def _checked(self, name: str, made: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         array = np.ascontiguousarray(made, DTYPES[self.tensors[name].dtype])
@@ -104,6 +127,26 @@ class GGUFSource(ModelSource):
                 self._parts.setdefault(name, []).append(raw)
         expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.tensors = {name: self._info(parts, expected.get(name)) for name, parts in self._parts.items()}
+        self._packed = {name: packed for name, parts in self._parts.items() if (packed := self._held(name, parts))}
+        self.native = {name: packed.scheme for name, packed in self._packed.items() if packed.scheme}
+        for name, packed in self._packed.items():
+            self.tensors |= {f"{name}:{part}": info for part, info in packed.parts.items()}
+
+    def _held(self, name: str, parts: list[str]) -> Packed | None:
+        """The codes of a matrix whose rows the processor only moves, if a scheme holds them."""
+        tensor = self.header.tensors[parts[0]]
+        if len(parts) > 1 or tensor.shape != self.tensors[name].shape or not gguf_blocks.holds(tensor):
+            return None
+        try:
+            order = gguf_blocks.row_order(lambda numbers: self._process(parts[0], numbers), tensor.shape[0])
+        except ValueError:
+            return None
+        return gguf_blocks.packed(self._file, tensor, order)
+
+    def _process(self, part: str, weights: np.ndarray[Any, Any]) -> Any:
+        return self._processor.process(
+            weights=weights, name=part, tensor_key_mapping=self._names, parsed_parameters={"tensors": {}}
+        ).weights
 
     def _info(self, parts: list[str], expected: tuple[int, ...] | None) -> TensorInfo:
         """The shape after the processor's reshaping: the parameter's if the sizes agree, else the file's own."""

@@ -19,6 +19,7 @@ from planc.compiler.source.gguf_config import llama3_parameters
 from planc.compiler.source.gguf_header import GGUFTensor, outline, read_header, shortest
 from planc.errors import PlancError
 from tests.compiler.source.gguf_files import write, write_experts
+from tests.compiler.source.quantized.checks import check_parts
 from tests.models import tiny
 from tests.moe import MOE
 
@@ -93,9 +94,43 @@ def test_equals_the_whole_file_loader(arch: str, tmp_path: Path) -> None:
     with open_source(str(tmp_path / "model.gguf")) as source:
         model = new_model(source.config())
         loaded = load_gguf_checkpoint(str(source.path), return_tensors=True, model_to_load=model)["tensors"]
-        assert set(loaded) == set(source.tensors)
+        assert set(loaded) == set(source.plain_names)
         for name, tensor in loaded.items():
             np.testing.assert_array_equal(source.read(name), tensor.numpy())
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma2"])
+def test_codes_of_q4_0_are_kept(arch: str, tmp_path: Path) -> None:
+    """Rows of q and k that the file permutes are put back in order, the codes as the floats."""
+    folder = tiny(arch, tmp_path, tokenizer=False)
+    write(folder, tmp_path / "model.gguf", Type.Q4_0)
+    with open_source(str(tmp_path / "model.gguf")) as source, open_source(str(folder)) as original:
+        matrices = [name for name, info in original.tensors.items() if len(info.shape) == 2]
+        assert dict(source.native) == dict.fromkeys(matrices, "int4-wo-g32")
+        assert bind(new_model(source.config()), source).unused == []
+        check_parts(source)
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_1, Type.Q8_0], ids=lambda kind: kind.name)
+def test_codes_that_no_scheme_holds_are_floats_alone(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
+    write(tiny("llama", tmp_path, tokenizer=False), tmp_path / "m.gguf", kind)
+    with open_source(str(tmp_path / "m.gguf")) as source:
+        assert source.native == {}
+
+
+def test_a_scale_of_q4_0_that_is_not_a_number_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(tiny("llama", tmp_path, tokenizer=False), path, Type.Q4_0)
+    with GGUFSource(path) as source:
+        at = source.header.tensors["blk.1.ffn_up.weight"].offset
+    data = bytearray(path.read_bytes())
+    data[at : at + 2] = np.array([np.nan], "<f2").tobytes()
+    path.write_bytes(data)
+    with (
+        GGUFSource(path) as source,
+        pytest.raises(PlancError, match=r"layers.1.mlp.up_proj.weight is damaged: its sca"),
+    ):
+        source.read("model.layers.1.mlp.up_proj.weight:s")
 
 
 @pytest.mark.parametrize("kind", [Type.F32, Type.Q8_0], ids=lambda kind: kind.name)
