@@ -1,7 +1,6 @@
 """The whole compile in order: in goes a request, out comes a published plan directory."""
 
 import platform
-import shutil
 import tempfile
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -226,7 +225,7 @@ def _model_info(
 
 @dataclass(frozen=True)
 class _Job:
-    """A lifted model on its way to a plan. More than one attempt may be made of it, into the same directory."""
+    """A lifted model on its way to a plan. More than one attempt may be made of it."""
 
     source: ModelSource
     request: BuildRequest
@@ -244,9 +243,7 @@ class _Job:
         return Judge(self.source, rows_per_chunk=chunk, limit=limit)
 
     def make(self, root: Path, options: Options, measured: bool) -> Attempt:
-        """Another attempt, in the place of what lies in `root`."""
-        for name in ("kernels", "weights"):
-            shutil.rmtree(root / name, ignore_errors=True)
+        """Another attempt, in a directory of its own."""
         attempt = self.write(root, *self.passes(options), options)
         return self.measured(root, attempt) if measured else attempt
 

@@ -1,7 +1,9 @@
 """A build that is too far from its model: in goes how to build another, out comes one that passes, or what would."""
 
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +28,7 @@ class Attempt:
     plan: Plan
 
 
-# Writes the plan of some options to a directory; with True it is measured too.
+# Writes the plan of some options to a directory that has a tokenizer; with True it is measured too.
 Make = Callable[[Path, Options, bool], Attempt]
 
 
@@ -54,14 +56,38 @@ def passing(
     for number in range(1, gate.ROUNDS + 1):
         if not search.widen():
             break
-        attempt = make(root, _options(first.options, search), True)
-        wider = ", ".join(f"{len(modules)} in {name}" for name, modules in search.widened.items())
-        progress.say(f"round {number}: of the modules {wider}: {gate.told(attempt.plan.accuracy, most)}")
-        excess = most.excess(attempt.plan.accuracy)
-        if excess <= 1:
-            return _passed(first, attempt, search, most, found, auto, progress)
+        with _beside(root) as place:
+            attempt = make(place, _options(first.options, search), True)
+            wider = ", ".join(f"{len(modules)} in {name}" for name, modules in search.widened.items())
+            progress.say(f"round {number}: of the modules {wider}: {gate.told(attempt.plan.accuracy, most)}")
+            excess = most.excess(attempt.plan.accuracy)
+            if excess <= 1:
+                passed = _passed(first, attempt, search, most, found, auto, progress)
+                _move(place, root)
+                return passed
         search.measured(excess)
     raise gate.refuse(first.plan.accuracy, most, found, None, first.options.dtype)
+
+
+@contextmanager
+def _beside(root: Path) -> Iterator[Path]:
+    """A directory for another attempt with the tokenizer of `root`: never `root` itself, for a library that was loaded
+    from a path is what that path gives from then on.
+    """
+    with tempfile.TemporaryDirectory(prefix=".planc-", suffix=".building", dir=root.parent) as scratch:
+        (Path(scratch) / "tokenizer").symlink_to((root / "tokenizer").resolve())
+        yield Path(scratch)
+
+
+def _move(place: Path, root: Path) -> None:
+    """The attempt in `place` takes the place of that in `root`."""
+    for made in place.iterdir():
+        if made.name == "tokenizer":
+            continue
+        old = root / made.name
+        if old.is_dir():
+            shutil.rmtree(old)
+        made.rename(old)
 
 
 def _passed(
@@ -77,7 +103,6 @@ def _passed(
     if not auto:
         raise gate.refuse(first.plan.accuracy, most, found, search.storage, first.options.dtype)
     names = sorted(f"{module}: {name}" for name, modules in search.widened.items() for module in modules)
-    progress.say("widened " + ", ".join(names))
     return _kept(attempt, most, tuple(names))
 
 
@@ -104,8 +129,9 @@ def _costs(
     if not weights:
         return []
     plain = replace(first.options.storage, default="bf16", modules=(), kinds={}, native={})
-    with tempfile.TemporaryDirectory(prefix=".planc-", dir=root.parent) as scratch:
-        wide = make(Path(scratch), replace(first.options, target=targets.host(), dtype="bf16", quant=plain), False)
+    with _beside(root) as place:
+        wide = make(place, replace(first.options, target=targets.host(), dtype="bf16", quant=plain), False)
         bar = progress.rows("modules", len(groups(weights)))
-        with Probe(Path(scratch), wide.plan, wide.graph, first.graph.constants, source.read, source.read_rows) as probe:
+        constants = first.graph.constants
+        with Probe(place, wide.plan, wide.graph, constants, source.read, source.read_rows) as probe:
             return probe.measure(weights, text, bar)

@@ -75,7 +75,29 @@ def accuracy_rows(a: Accuracy) -> Rows:
         ("mean KL", f"{a.mean_kl:.3g} nats"),
         ("top-1 agreement", f"{a.top1_agreement:.2%}"),
         ("perplexity", f"{a.perplexity:.4g} (reference {a.reference_perplexity:.4g})"),
+        *_allowed(a),
+        *_weight_errors(a),
     ]
+
+
+def _allowed(a: Accuracy) -> Rows:
+    if a.most_kl is None or a.most_ppl_increase is None:
+        return []
+    rows = [("allowed", f"KL {a.most_kl:g} nats, perplexity +{a.most_ppl_increase:.2%}")]
+    return rows + ([("widened to stay within that", f"{len(a.widened)} modules")] if a.widened else [])
+
+
+def _weight_errors(a: Accuracy) -> Rows:
+    """By scheme: how many weights, their mean relative error, and the worst."""
+    schemes = dict.fromkeys(w.scheme for w in a.weights)
+    rows = []
+    for scheme in schemes:
+        found = [w for w in a.weights if w.scheme == scheme]
+        worst = max(found, key=lambda w: w.error)
+        mean = sum(w.error for w in found) / len(found)
+        told = f"{mean:.2g} of {len(found)} weights, worst {worst.error:.2g} in {worst.modules[0]}"
+        rows.append((f"error of {scheme}", told))
+    return rows
 
 
 def fold_layers(text: str) -> str:
