@@ -10,16 +10,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
+import numpy as np
 
 PLANC = [sys.executable, "-m", "planc"]
 
 
 def row(**fields: object) -> None:
     """Prints one measurement as a line of JSON."""
-    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in fields.items()}
-    print(json.dumps(rounded), flush=True)
+    print(json.dumps({k: _rounded(v) if isinstance(v, float) else v for k, v in fields.items()}), flush=True)
+
+
+def _rounded(v: float) -> float:
+    """Four places, or four digits of what is smaller."""
+    return round(v, 4) if abs(v) >= 1 else float(f"{v:.4g}")
 
 
 def median(values: list[float]) -> float:
@@ -70,3 +76,17 @@ def served(plan: Path, *flags: str) -> Iterator[tuple[str, float]]:
     finally:
         server.terminate()
         server.wait(timeout=60)
+
+
+def load_weights(model: Any, source: Any) -> None:
+    """Fills a transformers model with a source's tensors, as the compiler binds them."""
+    import torch
+
+    from planc.compiler.ir.recipe import evaluate
+    from planc.compiler.source.bind import bind
+
+    binding = bind(model, source)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            array = evaluate(binding.recipe(name), source.read, {}, source.read_rows)
+            parameter.copy_(torch.from_numpy(np.asarray(array, np.float32)))

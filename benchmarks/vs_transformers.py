@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import median, row
+from benchmarks.common import load_weights, median, row
 from planc.plans import store
 from planc.runtime.batch import Batch
 from planc.runtime.cpu import CpuExecutor
@@ -57,7 +57,7 @@ class Transformers:
         with open_source(model) as source:
             config = source.config()
             built = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
-            _load(built, source)
+            load_weights(built, source)
         self._model = built.eval()
         self._cache = None
 
@@ -72,18 +72,6 @@ class Transformers:
                 token = self._torch.tensor([[100 + i % 50]])
                 out = self._model(token, past_key_values=self._cache, use_cache=True)
                 out.logits[0, -1].argmax()
-
-
-def _load(model, source) -> None:  # type: ignore[no-untyped-def]
-    """Copies every parameter from the source, by the names that the compiler binds."""
-    import torch
-
-    from planc.compiler.source import bind
-
-    names = bind(model, source).names
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(source.read(names[name]).astype(np.float32)))
 
 
 def seconds(fn, *args) -> float:  # type: ignore[no-untyped-def]
