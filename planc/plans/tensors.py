@@ -18,7 +18,8 @@ from planc.errors import PlancError
 
 ALIGN = 64
 _PAD = "__pad__."
-_NAMES = {n: n.upper() for n in ("f32", "f16", "bf16", "i8", "u8", "i32", "i64", "bool")}
+_NAMES = {n: n.upper() for n in ("f32", "f16", "bf16", "i8", "u8", "i32", "i64", "bool")} | {"f8e4m3": "F8_E4M3"}
+_STORED = {"u4": "u8"}  # codes of 4 bits are packed, two in a byte
 _MAX_HEADER = 100 << 20  # the format's own limit
 
 
@@ -69,7 +70,11 @@ class Writer:
         header: dict[str, object] = {}
         at = 0
         for name, dtype, shape, nbytes in tensors:
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + nbytes]}
+            header[name] = {
+                "dtype": _NAMES[_STORED.get(dtype, dtype)],
+                "shape": list(shape),
+                "data_offsets": [at, at + nbytes],
+            }
             self._queue.append((name, nbytes))
             at += nbytes
             if fill := -at % ALIGN:

@@ -217,6 +217,28 @@ def test_tensors_are_aligned_and_any_reader_opens_them(tmp_path: Path) -> None:
         read_header(path)
 
 
+def test_codes_of_8_and_of_4_bits_are_stored(tmp_path: Path) -> None:
+    """Two codes of 4 bits share a byte, and are bytes to every reader."""
+    import ml_dtypes
+    import numpy as np
+    from safetensors.torch import load_file
+
+    arrays = {
+        "f8e4m3": np.arange(8, dtype=np.float32).astype(ml_dtypes.float8_e4m3fn),
+        "u4": np.arange(6, dtype=np.uint8),
+    }
+    with Writer(tmp_path / "t.safetensors", [(n, n, a.shape, a.nbytes) for n, a in arrays.items()]) as out:
+        for name, array in arrays.items():
+            out.write(name, array)
+    assert {e.name: e.dtype for e in read_header(tmp_path / "t.safetensors").values()} == {
+        "f8e4m3": "f8e4m3",
+        "u4": "u8",
+    }
+    again = load_file(tmp_path / "t.safetensors")
+    assert again["f8e4m3"].float().tolist() == list(range(8))
+    assert again["u4"].tolist() == list(range(6))
+
+
 def test_the_writer_insists_on_what_it_announced(tmp_path: Path) -> None:
     import numpy as np
 

@@ -22,9 +22,9 @@ CONFIG: dict[str, Any] = dict(quant_method="mxfp4", modules_to_not_convert=["mod
 ENDINGS = ("experts.gate_up_proj", "experts.down_proj")
 
 
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tiny("gpt_oss", tmp_path_factory.mktemp("mxfp4"), tokenizer=False, hidden_size=64, intermediate_size=96)
+def written(path: Path) -> Path:
+    """A checkpoint whose stacks of experts are drawn at random."""
+    folder = tiny("gpt_oss", path, tokenizer=False, hidden_size=64, intermediate_size=96)
     rng = np.random.default_rng(0)
 
     def change(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -38,6 +38,11 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     replace(folder, change)
     restate(folder, CONFIG)
     return folder
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("mxfp4"))
 
 
 @pytest.fixture
