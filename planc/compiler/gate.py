@@ -35,7 +35,7 @@ _MOST: Mapping[str, tuple[float, float]] = {
 _KV_ADDS: Mapping[str, tuple[float, float]] = {"fp8": (0.05, 0.02), "int8": (0.05, 0.02)}
 # What is tried in the place of a scheme, next first; and how much of its KL a storage leaves, against 4 bits.
 _WIDER: Mapping[str, tuple[str, ...]] = {"u4": ("int8-wo", "bf16"), "i8": ("bf16",), "f8e4m3": ("bf16",)}
-_LEAVES: Mapping[str, float] = {"int8-wo": 1 / 128, "bf16": 0.0}
+_LEAVES: Mapping[str, float] = {"int8-wo": 1 / 64, "bf16": 0.0}
 _BITS: Mapping[str, int] = {"u4": 4, "i8": 8, "f8e4m3": 8}
 
 
@@ -51,7 +51,7 @@ class Limits:
         kl, increase = a.mean_kl, ppl_increase(a)
         if kl is None or increase is None:
             return 0.0
-        parts = [kl / self.kl if self.kl else kl * float("inf"), increase / self.ppl_increase if increase > 0 else 0.0]
+        parts = [kl / self.kl if self.kl else kl * float("inf"), 0.0 if increase <= 0 else increase / self.ppl_increase]
         return max(part if part == part else float("inf") for part in parts)
 
 
@@ -121,6 +121,7 @@ class Search:
     groups: list[Group]
     levels: dict[int, int]
     scale: float = 1.0  # measured excess over that of the sum of the groups' KL
+    failed: int = 0  # proposals that did not pass
 
     @classmethod
     def start(cls, base: QuantConfig, most: Limits, found: Sequence[Group], excess: float) -> "Search":
@@ -133,16 +134,18 @@ class Search:
     def measured(self, excess: float) -> None:
         """Takes what the last proposal came to."""
         predicted = self._sum()
+        self.failed += 1
         if predicted:
             self.scale = max(self.scale, excess / predicted)
 
     def widen(self) -> bool:
-        """Moves groups to wider schemes until the prediction passes, dearest KL for its bytes first; one at least.
+        """Moves groups to wider schemes until the prediction passes, dearest KL for its bytes first; one at least, and
+        all that there are in the last round.
 
         False when nothing is left to widen.
         """
-        moved = False
-        while not moved or self._sum() * self.scale > _AIM:
+        moved, aim = False, _AIM * 0.5**self.failed if self.failed < ROUNDS - 1 else -1.0
+        while not moved or self._sum() * self.scale > aim:
             steps = [i for i, g in enumerate(self.groups) if self.levels[i] < len(_ladder(g))]
             if not steps:
                 return moved
