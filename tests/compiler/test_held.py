@@ -128,8 +128,10 @@ def stored(root: Path, weight: Weight) -> np.ndarray[Any, Any]:
 
 
 def check(found: np.ndarray[Any, Any], parts: list[np.ndarray[Any, Any]], part: str) -> None:
-    """`found` is one part, or several one below another; of a stack, several for each expert."""
+    """`found` is one part, or several one below another; of stacks, a part for each expert of the
+    first, then of the next.
+    """
     rows = -2 if part == "q" else -1
     if found.ndim > parts[0].ndim:
-        parts = [np.stack(parts[i :: len(parts) // len(found)]) for i in range(len(parts) // len(found))]
+        parts = [np.stack(parts[i : i + len(found)]) for i in range(0, len(parts), len(found))]
     np.testing.assert_array_equal(found, np.concatenate(parts, axis=rows))
