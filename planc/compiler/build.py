@@ -178,6 +178,8 @@ def _lift(
 
     if source.parent_type is not None:
         progress.say(f"compiling the language model ({config.model_type}) of a {source.parent_type} model")
+    for note in source.notes:
+        progress.say(note)
     with progress.stage("trace"):
         bindings: list[Binding] = []  # bound before the trace: a tie that the checkpoint breaks must not be traced
         traced = trace(

@@ -137,8 +137,8 @@ def _say(found: Found, config: Config) -> None:
     left = [name for name, packed in found.weights.items() if packed.scheme is None]
     if left:
         found.notes.append(
-            f"{len(left)} weights are quantized in a way that no kernel takes, first {left[0]}: they are dequantized "
-            "and stored as --dtype says"
+            f"{len(left)} weights are quantized in a way that no kernel takes, first {left[0]}: they are dequantized, "
+            "and stored as a plain weight is"
         )
     if config.kv_cache:
         found.notes.append("kv_cache_scheme is not read: the cache is stored as --kv-cache-dtype says")

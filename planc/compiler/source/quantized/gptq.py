@@ -133,10 +133,10 @@ def _say(found: Found, width: int) -> None:
     if ordered:
         found.notes.append(
             f"{len(ordered)} weights are quantized in act-order, first {ordered[0]}: no kernel takes their codes, so "
-            "they are dequantized and stored as --dtype says"
+            "they are dequantized, and stored as a plain weight is"
         )
     if others:
         found.notes.append(
             f"{len(others)} weights have {width}-bit codes in groups that no kernel takes, first {others[0]}: they are "
-            "dequantized and stored as --dtype says"
+            "dequantized, and stored as a plain weight is"
         )
