@@ -1,16 +1,12 @@
-"""CPU kernel rows of the model ops: linear layers, embeddings, norms, rotary, the KV cache and attention."""
+"""CPU kernel rows of the model ops: norms, rotary, the KV cache and attention."""
 
 from collections.abc import Callable
-from math import prod
 
 from planc.codegen.axes import outer
 from planc.codegen.kernel import Constant, Design, Row, Types, alias, flag, integer, real
 from planc.compiler.ir.graph import Node
-from planc.compiler.ir.types import PACKED, TensorType
 
 Fits = Callable[[Node, Types], bool]
-FORMATS = {"f32": "PackedF32", "bf16": "PackedBf16", "i8": "PackedI8"}
-_ELEMENTS = {"f32": "float", "bf16": "uint16_t", "i8": "int8_t"}
 _CACHE = "f32 [T, heads, D] and a cache of f32 or bf16 whose block size is a multiple of 16"
 _SCALED_CACHE = "f32 [T, heads, D] and a cache of i8 or f8e4m3 with scales, whose block size is a multiple of 16"
 _CACHE_ELEMENTS = {"f32": "float", "bf16": "uint16_t", "i8": "int8_t", "f8e4m3": "planc::F8"}
@@ -32,51 +28,6 @@ def _real(node: Node, name: str) -> float:
 
 def _has(node: Node, name: str) -> bool:
     return bool(node.attr(name, False))
-
-
-def _row_stride(t: TensorType) -> int:
-    """Elements between neighbouring vectors along the last axis, all leading axes taken as one."""
-    return t.strides()[-2] if len(t.shape) > 1 else 0
-
-
-def _one_stride(t: TensorType) -> bool:
-    """True when the leading axes of a view can be walked as one."""
-    strides = t.strides()[:-1]
-    return all(a == b * int(d) for a, b, d in zip(strides, strides[1:], t.shape[1:-1], strict=False))
-
-
-def _linear_fits(node: Node, types: Types) -> bool:
-    x, w = types[0], types[1]
-    return x.dtype == "f32" and w.dtype in FORMATS and (w.dtype == "i8") == (node.op == "qlinear") and _one_stride(x)
-
-
-def _linear(node: Node, types: Types) -> Design:
-    x, w = types[0], types[1]
-    n, k = (int(d) for d in w.shape)
-    scaled, bias = node.op == "qlinear", _has(node, "bias")
-    constants = (
-        alias("Format", f"planc::{FORMATS[w.dtype]}", w.dtype),
-        integer("N", n),
-        integer("K", k),
-        integer("X_STRIDE", _row_stride(x)),
-        integer("INNER", prod(int(d) for d in x.shape[1:-1])),
-        flag("BIAS", bias),
-    )
-    return Design(constants, {"scaled": scaled, "bias": bias})
-
-
-def _embedding_fits(node: Node, types: Types) -> bool:
-    table, ids = types[0], types[-1]
-    return ids.dtype == "i32" and table.dtype in FORMATS and (table.dtype == "i8") == (node.op == "qembedding")
-
-
-def _embedding(node: Node, types: Types) -> Design:
-    table = types[0]
-    cpp = f"planc::RowMajorTable<Config, {_ELEMENTS[table.dtype]}>"
-    if table.layout in PACKED:
-        cpp = f"planc::PackedTable<Config, planc::{FORMATS[table.dtype]}>"
-    constants = (integer("COUNT", int(table.shape[0])), integer("WIDTH", table.features))
-    return Design(constants, {"table": cpp, "scaled": node.op == "qembedding"}, (table.dtype, table.layout))
 
 
 def _norm_fits(node: Node, types: Types) -> bool:
@@ -162,16 +113,6 @@ def _attention(node: Node, types: Types) -> Design:
     return Design(constants, {name: _has(node, name) for name in ("sinks", "alibi")} | {"scaled": _scaled(node)})
 
 
-def _linear_row(op: str, weights: str) -> Row:
-    says = f"x f32[.., K] (dense or rows at one stride), W {weights} packed, bias f32"
-    return Row(op, "linear.cpp.jinja", _linear, says, _linear_fits, packed=frozenset({1}), views=frozenset({0}))
-
-
-def _embedding_row(op: str, table: str) -> Row:
-    says = f"table {table} row-major or packed, ids i32[T]"
-    return Row(op, "embedding.cpp.jinja", _embedding, says, _embedding_fits, either=frozenset({0}))
-
-
 def _norm_row(op: str, views: int) -> Row:
     says = "f32 [T, .., D], weight and bias f32[D]"
     return Row(op, "norm.cpp.jinja", _norm, says, _norm_fits, views=frozenset(range(views)))
@@ -188,10 +129,6 @@ def _attention_row(says: str, fits: Fits, parts: tuple[str, ...]) -> Row:
 
 
 MODEL: tuple[Row, ...] = (
-    _linear_row("linear", "f32 or bf16"),
-    _linear_row("qlinear", "i8 with f32 scales"),
-    _embedding_row("embedding", "f32 or bf16"),
-    _embedding_row("qembedding", "i8 with f32 scales"),
     _norm_row("rms_norm", 1),
     _norm_row("layer_norm", 1),
     _norm_row("add_rms_norm", 2),

@@ -32,7 +32,8 @@ struct SlotOrder {
 
 }  // namespace detail
 
-// Rows by slot = token * SLOTS + j. Config: X_ROW, X_SLOT (strides of x in floats), SLOTS, N.
+// Rows by slot = token * SLOTS + j. Config: X_ROW, X_SLOT (strides of x in elements), SCALE_ROW, SCALE_SLOT (of its scales),
+// SLOTS, N.
 template <class Config>
 class SlotRows {
     template <int MR>
@@ -42,21 +43,27 @@ class SlotRows {
     };
 
    public:
-    SlotRows(const float* x, float* y, const int32_t* slots) : x_(x), y_(y), slots_(slots) {}
+    using X = typename Config::Format::X;
+    SlotRows(const X* x, const float* scale, float* y, const int32_t* slots) : x_(x), scale_(scale), y_(y), slots_(slots) {}
 
     template <int MR>
     PLANC_INLINE Tile<MR> tile(int row, int k) const {
         Tile<MR> made;
-        for (int m = 0; m < MR; ++m) {
-            const int slot = slots_[row + m];
-            made.x[m] = x_ + int64_t(slot / Config::SLOTS) * Config::X_ROW + int64_t(slot % Config::SLOTS) * Config::X_SLOT + k;
-        }
+        for (int m = 0; m < MR; ++m) made.x[m] = x(row + m) + k;
         return made;
     }
+    PLANC_INLINE const X* x(int row) const { return x_ + at(row, Config::X_ROW, Config::X_SLOT); }
+    PLANC_INLINE float scale(int row) const { return scale_[at(row, Config::SCALE_ROW, Config::SCALE_SLOT)]; }
     PLANC_INLINE float* result(int row) const { return y_ + int64_t(slots_[row]) * Config::N; }
 
    private:
-    const float* const x_;
+    PLANC_INLINE int64_t at(int row, int64_t token_stride, int64_t slot_stride) const {
+        const int slot = slots_[row];
+        return slot / Config::SLOTS * token_stride + slot % Config::SLOTS * slot_stride;
+    }
+
+    const X* const x_;
+    const float* const scale_;
     float* const y_;
     const int32_t* const slots_;
 };
@@ -65,16 +72,20 @@ class SlotRows {
 template <class Config>
 class ExpertLinear {
     using Format = typename Config::Format;
-    using Tiles = LinearTiles<Config, SlotRows<Config>>;
-    static constexpr int N = Config::N, K = Config::K, SLOTS = Config::SLOTS, EXPERTS = Config::EXPERTS;
+    using Rows = WideRows<SlotRows<Config>, Config::K>;
+    using Tiles = LinearTiles<Config, Rows>;
+    static constexpr int EXPERTS = Config::EXPERTS, SLOTS = Config::SLOTS, N = Config::N, K = Config::K;
     static constexpr int BLOCKS = (N + BLOCK - 1) / BLOCK;
     static constexpr int PANELS_A_BLOCK = BLOCK / Tiles::PANEL_COLUMNS;
-    // What streaming a weight costs, in rows that would be computed meanwhile.
-    static constexpr int STREAM_ROWS = 3 * int(sizeof(typename Format::Element));
+    // What streaming a weight costs, in rows that would be computed meanwhile: 3 for each byte of it.
+    static constexpr int STREAM_ROWS = 3 * GROUP_BYTES / (BLOCK * Format::GROUP);
+    static constexpr int SCALES = N * (Format::SCALE_K ? (K + Format::SCALE_K - 1) / std::max(Format::SCALE_K, 1) : 1);
 
    public:
-    ExpertLinear(const float* x, const int32_t* ids, const void* weight, const float* scale, const float* bias, float* y)
-        : x_(x), ids_(ids), weight_(static_cast<const char*>(weight)), scale_(scale), bias_(bias), y_(y) {}
+    using X = typename Format::X;
+
+    ExpertLinear(const X* x, const float* x_scale, const int32_t* ids, LinearWeights weights, float* y)
+        : x_(x), x_scale_(x_scale), ids_(ids), from_(weights), y_(y) {}
 
     void run(int tokens, int thread, int threads) const {
         static thread_local detail::SlotOrder order;
@@ -112,8 +123,10 @@ class ExpertLinear {
     }
 
     void run_expert(int e, const int32_t* slots, int rows, Range blocks) const {
-        const char* weight = weight_ + e * block_offset<Format>(BLOCKS, K);
-        const Tiles tiles({x_, y_, slots}, weight, scale_ ? scale_ + int64_t(e) * N : nullptr, bias_ ? bias_ + int64_t(e) * N : nullptr);
+        auto of_expert = [&](const float* values, int64_t count) { return values ? values + e * count : nullptr; };
+        const LinearWeights weights = {from_.weight + e * block_offset<Format>(BLOCKS, K), of_expert(from_.scale, SCALES),
+                                       of_expert(from_.zeros, SCALES), of_expert(from_.bias, N)};
+        Tiles tiles(Rows({x_, x_scale_, y_, slots}), weights);
         if (rows < detail::PANEL_MIN_ROWS) return tiles.run_direct(rows, {blocks.begin * 2, std::min(blocks.end * 2, (N + 31) / 32)});
         const int chunks = (rows + detail::PANEL_ROWS - 1) / detail::PANEL_ROWS;
         const int panels = (N + Tiles::PANEL_COLUMNS - 1) / Tiles::PANEL_COLUMNS;
@@ -121,11 +134,10 @@ class ExpertLinear {
         for (int chunk = 0; chunk < chunks; ++chunk) tiles.run_panels(share(rows, chunk, chunks), columns);
     }
 
-    const float* const x_;
+    const X* const x_;
+    const float* const x_scale_;
     const int32_t* const ids_;
-    const char* const weight_;
-    const float* const scale_;
-    const float* const bias_;
+    const LinearWeights from_;
     float* const y_;
 };
 

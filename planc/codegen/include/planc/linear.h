@@ -1,12 +1,13 @@
-// y[M, N] = x[M, K] @ W^T (+ bias) over packed weights, W in f32, bf16 or int8 with a factor a column.
+// y[M, N] = x[M, K] @ W^T (+ bias) over packed weights, W in f32, bf16 or codes with scales.
 //
 // Every y has one accumulator that meets k = 0, 1, .. K-1 in order by fused multiply-add; tile shapes, threads and the
-// number of rows decide where that happens and never change a bit. Partial sums wait in y between two blocks of k: an
-// f32 store and load is exact.
+// number of rows decide where that happens and never change a bit. Where groups of k have a scale each, a group has an
+// accumulator of its own, which its scale adds to that of y. Codes times codes are summed as integers, exactly. Partial sums
+// wait in y between two blocks of k: an f32 store and load is exact.
 #pragma once
 #include <algorithm>
 
-#include "planc/share.h"
+#include "planc/input_rows.h"
 #include "planc/tile.h"
 #include "planc/weights.h"
 
@@ -15,7 +16,6 @@ namespace planc {
 namespace detail {
 
 constexpr int PREFETCH_BYTES = 4096;  // ahead of the line in use: some 100 ns at 40 GB/s
-constexpr int PANEL_K = 256;          // k of an unpacked panel: 16 KB for 16 columns, half of the L1 cache
 constexpr int PANEL_ROWS = 192;       // rows a panel serves: with PANEL_K they take 192 KB, within the L2 cache
 constexpr int PANEL_MIN_ROWS = 24;    // from here on unpacking a panel costs less than widening in every row tile
 
@@ -31,14 +31,29 @@ struct Packed : Format {
     static constexpr bool PREFETCH = true;
 };
 
-// acc[m][v] += x[m][0..count) * w[0..count)[v], k ascending. `x(m)` is row m of the tile, `w` points at the first group's
-// line of the first vector.
+// `accumulate` with all k of a line before the next line: what they share is then the one thing that registers must hold.
 template <class Source, class Tile, int MR, int NV>
-PLANC_INLINE void accumulate(Vec (&acc)[MR][NV], const Tile& x, const char* w, int count) {
+PLANC_INLINE void accumulate_by_vector(Vec (&acc)[MR][NV], const Tile& x, const char* w, int count, const Source (&source)[NV]) {
+    for (int k = 0; k < count; k += Source::GROUP, w += Source::STRIDE) {
+        PLANC_UNROLL for (int v = 0; v < NV; ++v) {
+            prefetch(w + PREFETCH_BYTES + v * LINE_BYTES);
+            unrolled<Source::GROUP>([&](auto i) PLANC_INLINED {
+                const Vec b = source[v].template unpack<i.value>(w + v * LINE_BYTES);
+                PLANC_UNROLL for (int m = 0; m < MR; ++m) acc[m][v] = fma(broadcast(x(m) + k + i.value), b, acc[m][v]);
+            });
+        }
+    }
+}
+
+// acc[m][v] += x[m][0..count) * w[0..count)[v], k ascending. `x(m)` is row m of the tile, `w` points at the first group's
+// line of the first vector, which source[0] unpacks.
+template <class Source, class Tile, int MR, int NV>
+PLANC_INLINE void accumulate(Vec (&acc)[MR][NV], const Tile& x, const char* w, int count, const Source (&source)[NV]) {
     constexpr int GROUP = Source::GROUP;
+    if constexpr (Source::BY_VECTOR) return accumulate_by_vector(acc, x, w, count, source);
     auto step = [&](auto i, int k, const char* wk) PLANC_INLINED {
         Vec b[NV];
-        PLANC_UNROLL for (int v = 0; v < NV; ++v) b[v] = Source::template unpack<i.value>(wk + v * LINE_BYTES);
+        PLANC_UNROLL for (int v = 0; v < NV; ++v) b[v] = source[v].template unpack<i.value>(wk + v * LINE_BYTES);
         PLANC_UNROLL for (int m = 0; m < MR; ++m) {
             Vec a = broadcast(x(m) + k + i.value);
             PLANC_UNROLL for (int v = 0; v < NV; ++v) acc[m][v] = fma(a, b[v], acc[m][v]);
@@ -51,54 +66,78 @@ PLANC_INLINE void accumulate(Vec (&acc)[MR][NV], const Tile& x, const char* w, i
         }
         unrolled<GROUP>([&](auto i) PLANC_INLINED { step(i, k, w); });
     }
-    if constexpr (GROUP > 1) {
+    if constexpr (GROUP > 1 && !Source::BY_VECTOR) {
         unrolled<GROUP - 1>([&](auto i) PLANC_INLINED {
             if (k + i.value < count) step(i, k, w);
         });
     }
 }
 
-}  // namespace detail
-
-// Rows of x that lie LDX floats apart, and rows of y that lie LDY apart.
-template <int LDX, int LDY>
-class DenseRows {
-    struct Tile {
-        const float* x;
-        PLANC_INLINE const float* operator()(int m) const { return x + m * LDX; }
-    };
-
-   public:
-    DenseRows(const float* x, float* y) : x_(x), y_(y) {}
-
-    // The MR rows of x from `row` on, at k.
-    template <int MR>
-    PLANC_INLINE Tile tile(int row, int k) const {
-        return {x_ + int64_t(row) * LDX + k};
-    }
-    PLANC_INLINE float* result(int row) const { return y_ + int64_t(row) * LDY; }
-
-   private:
-    const float* const x_;
-    float* const y_;
+// Four k of i8 as two lines of pairs: halves of k = 0 and 2 in a lane, then of 1 and 3. A panel keeps them so.
+struct PackedPairs {
+    static constexpr int GROUP = 4;
+    static constexpr int STRIDE = GROUP_BYTES, VEC_BYTES = LINE_BYTES;
+    static constexpr bool PREFETCH = true;
+    static PLANC_INLINE VecI even(const char* line) { return even_bytes(load_int(line)); }
+    static PLANC_INLINE VecI odd(const char* line) { return odd_bytes(load_int(line)); }
+};
+template <int NV>
+struct PanelPairs {
+    static constexpr int GROUP = 4;
+    static constexpr int VEC_BYTES = 2 * LINE_BYTES, STRIDE = NV * VEC_BYTES;
+    static constexpr bool PREFETCH = false;
+    static PLANC_INLINE VecI even(const char* line) { return load_int(line); }
+    static PLANC_INLINE VecI odd(const char* line) { return load_int(line + LINE_BYTES); }
 };
 
-// One weight over rows that `Rows` finds, in register tiles. Config: Format (PackedF32, PackedBf16 or PackedI8), N, K, BIAS.
+// Like `accumulate` with i32 in the lanes of acc; x(m) is a row of pairs.
+template <class Source, class Tile, int MR, int NV>
+PLANC_INLINE void accumulate_pairs(Vec (&acc)[MR][NV], const Tile& x, const char* w, int count) {
+    for (int k = 0; k < count; k += 4, w += Source::STRIDE) {
+        if constexpr (Source::PREFETCH) {
+            PLANC_UNROLL for (int v = 0; v < NV; ++v) prefetch(w + PREFETCH_BYTES + v * LINE_BYTES);
+        }
+        auto add = [&](int offset, auto pairs) PLANC_INLINED {
+            VecI b[NV];
+            PLANC_UNROLL for (int v = 0; v < NV; ++v) b[v] = pairs(w + v * Source::VEC_BYTES);
+            PLANC_UNROLL for (int m = 0; m < MR; ++m) {
+                const VecI a = as_int(broadcast(x(m) + offset + k / 4));
+                PLANC_UNROLL for (int v = 0; v < NV; ++v) acc[m][v] = as_float(dot_halves(b[v], a, as_int(acc[m][v])));
+            }
+        };
+        add(0, Source::even);
+        add(Tile::ODD, Source::odd);
+    }
+}
+
+}  // namespace detail
+
+// Where the parameters of a linear layer are: weight packed, scale and zeros f32 [N] or [K/SCALE_K, N], bias f32 [N]; null
+// where the layer has none.
+struct LinearWeights {
+    const char* weight;
+    const float *scale, *zeros, *bias;
+};
+
+// One weight over rows that `Rows` finds, in register tiles. Config: Format (of weights.h), N, K, BIAS.
 template <class Config, class Rows>
 class LinearTiles {
     using Format = typename Config::Format;
-    static constexpr int N = Config::N, K = Config::K;
+    static constexpr int N = Config::N, K = Config::K, SCALE_K = Format::SCALE_K;
+    static constexpr int PANEL_K = detail::PANEL_K<typename Format::X>;
     static constexpr bool BIAS = Config::BIAS;
+    using PackedSource = std::conditional_t<Format::DOTS, detail::PackedPairs, detail::Packed<Format>>;
+    using PanelSource = std::conditional_t<Format::DOTS, detail::PanelPairs<PANEL_VECS>, detail::Panel<PANEL_VECS>>;
 
    public:
     static constexpr int PANEL_COLUMNS = PANEL_VECS * LANES;
 
-    // weight packed, scale f32 [N] for int8, bias f32 [N].
-    LinearTiles(Rows rows, const char* weight, const float* scale, const float* bias)
-        : rows_(rows), weight_(weight), scale_(scale), bias_(bias) {}
+    LinearTiles(Rows rows, LinearWeights weights) : rows_(rows), from_(weights) {}
 
     // Few rows: widen weights in registers; a 64-column block streams through the cache once for all row tiles.
-    void run_direct(int rows, Range half_blocks) const {
+    void run_direct(int rows, Range half_blocks) {
+        if (half_blocks.begin == half_blocks.end) return;
+        rows_.template prepare<false>({0, rows}, 0, K);
         const int tiles = (rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
         for (int half = half_blocks.begin; half < half_blocks.end;) {
             const bool whole = half % 2 == 0 && half + 2 <= half_blocks.end;
@@ -108,8 +147,9 @@ class LinearTiles {
     }
 
     // Many rows, PANEL_ROWS at most: k blocks outside, so that x stays in the cache.
-    void run_panels(Range rows, Range columns) const {
-        for (int k = 0; k < K; k += detail::PANEL_K) {
+    void run_panels(Range rows, Range columns) {
+        for (int k = 0; k < K; k += PANEL_K) {
+            rows_.template prepare<true>(rows, k, std::min(PANEL_K, K - k));
             for (int c = columns.begin; c < columns.end; ++c) run_panel(rows, c * PANEL_COLUMNS, k);
         }
     }
@@ -139,23 +179,68 @@ class LinearTiles {
 
     template <int NV>
     void direct_rows(Range rows, int column) const {
-        const char* w = weight_ + block_offset<Format>(column / BLOCK, K) + column % BLOCK / LANES * LINE_BYTES;
         with_rows<NV>(rows.end - rows.begin, [&](auto mr) PLANC_INLINED {
             Vec acc[mr.value][NV] = {};
-            detail::accumulate<detail::Packed<Format>>(acc, rows_.template tile<mr.value>(rows.begin, 0), w, K);
-            finish(acc, column);
+            add_products<PackedSource, false>(acc, rows.begin, column, 0, K, lines(column, 0));
+            finish(acc, rows.begin, column);
             store_tile(acc, rows.begin, column);
         });
     }
 
+    // The line of 16 columns from `column` on that begins with k.
+    PLANC_INLINE const char* lines(int column, int k) const {
+        return from_.weight + block_offset<Format>(column / BLOCK, K) + column % BLOCK / LANES * LINE_BYTES + int64_t(k / Format::GROUP) * GROUP_BYTES;
+    }
+
+    // acc += x * w over k..k+count.
+    template <class Source, bool PANEL, int MR, int NV>
+    PLANC_INLINE void add_products(Vec (&acc)[MR][NV], int row, int column, int k, int count, const char* w) const {
+        if constexpr (Format::DOTS) {
+            detail::accumulate_pairs<Source>(acc, rows_.template tile<MR, PANEL>(row, k), w, count);
+        } else if constexpr (SCALE_K == 0) {
+            Source source[NV];
+            detail::accumulate(acc, rows_.template tile<MR, PANEL>(row, k), w, count, source);
+        } else {
+            for (const int end = k + count; k < end; k += SCALE_K, w += SCALE_K / Source::GROUP * Source::STRIDE) {
+                Vec part[MR][NV] = {};
+                Source source[NV];
+                PLANC_UNROLL for (int v = 0; v < NV; ++v) take_zeros(source[v], column + v * LANES, k);
+                detail::accumulate(part, rows_.template tile<MR, PANEL>(row, k), w, std::min(SCALE_K, end - k), source);
+                add_scaled(acc, part, column, k);
+            }
+        }
+    }
+
+    // acc += part * the scales of k's group.
+    template <int MR, int NV>
+    PLANC_INLINE void add_scaled(Vec (&acc)[MR][NV], const Vec (&part)[MR][NV], int column, int k) const {
+        PLANC_UNROLL for (int v = 0; v < NV; ++v) {
+            const Vec scale = of_group(from_.scale, column + v * LANES, k);
+            PLANC_UNROLL for (int m = 0; m < MR; ++m) acc[m][v] = fma(part[m][v] * splat(Format::UNIT), scale, acc[m][v]);
+        }
+    }
+
+    template <class Source>
+    PLANC_INLINE void take_zeros(Source& source, int column, int k) const {
+        if constexpr (Source::ZEROS) source.take_zeros(of_group(from_.zeros, column, k));
+    }
+
+    // Sixteen columns of k's group in values f32 [K/SCALE_K, N]; zeros beyond N.
+    PLANC_INLINE Vec of_group(const float* values, int column, int k) const {
+        const int valid = N - column;
+        const float* p = values + int64_t(k / SCALE_K) * N + column;
+        if (N % LANES == 0 ? valid > 0 : valid >= LANES) return load(p);
+        return valid > 0 ? load(p, valid) : zero();
+    }
+
     void run_panel(Range rows, int column, int k) const {
-        alignas(64) float panel[detail::PANEL_K * PANEL_COLUMNS];
-        const int count = std::min(detail::PANEL_K, K - k);
+        alignas(64) char panel[PANEL_K * PANEL_COLUMNS * (Format::DOTS ? 2 : 4)];
+        const int count = std::min(PANEL_K, K - k);
         unpack(panel, column, k, count);
         const int tiles = (rows.end - rows.begin + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
         for (int tile = 0; tile < tiles; ++tile) {
             const Range part = share(rows.end - rows.begin, tile, tiles);
-            panel_rows({rows.begin + part.begin, rows.begin + part.end}, column, k, count, reinterpret_cast<const char*>(panel));
+            panel_rows({rows.begin + part.begin, rows.begin + part.end}, column, k, count, panel);
         }
     }
 
@@ -163,23 +248,40 @@ class LinearTiles {
         with_rows<PANEL_VECS>(rows.end - rows.begin, [&](auto mr) PLANC_INLINED {
             Vec acc[mr.value][PANEL_VECS] = {};
             if (k > 0) load_tile(acc, rows.begin, column);
-            detail::accumulate<detail::Panel<PANEL_VECS>>(acc, rows_.template tile<mr.value>(rows.begin, k), panel, count);
-            if (k + count == K) finish(acc, column);
+            add_products<PanelSource, true>(acc, rows.begin, column, k, count, panel);
+            if (k + count == K) finish(acc, rows.begin, column);
             store_tile(acc, rows.begin, column);
         });
     }
 
     // Widens k..k+count of the panel's columns; the last group is whole, as the packing pads it.
-    void unpack(float* panel, int column, int k, int count) const {
-        static_assert(detail::PANEL_K % Format::GROUP == 0);
-        const char* w = weight_ + block_offset<Format>(column / BLOCK, K) + column % BLOCK / LANES * LINE_BYTES;
-        w += int64_t(k / Format::GROUP) * GROUP_BYTES;
-        for (int i = 0; i < count; i += Format::GROUP, w += GROUP_BYTES) {
+    void unpack(char* panel, int column, int k, int count) const {
+        static_assert(PANEL_K % Format::GROUP == 0);
+        const char* w = lines(column, k);
+        for (int i = 0; i < count; i += Format::GROUP, w += GROUP_BYTES, panel += Format::GROUP / PanelSource::GROUP * PanelSource::STRIDE) {
             prefetch(w + detail::PREFETCH_BYTES);
+            if constexpr (Format::DOTS) {
+                unpack_pairs(panel, w);
+            } else {
+                unpack_group(panel, w, column, k + i);
+            }
+        }
+    }
+
+    static PLANC_INLINE void unpack_pairs(char* panel, const char* w) {
+        for (int v = 0; v < PANEL_VECS; ++v) {
+            store_int(panel + v * PanelSource::VEC_BYTES, PackedSource::even(w + v * LINE_BYTES));
+            store_int(panel + v * PanelSource::VEC_BYTES + LINE_BYTES, PackedSource::odd(w + v * LINE_BYTES));
+        }
+    }
+
+    PLANC_INLINE void unpack_group(char* panel, const char* w, int column, int k) const {
+        float* to = reinterpret_cast<float*>(panel);
+        for (int v = 0; v < PANEL_VECS; ++v) {
+            PackedSource source;
+            take_zeros(source, column + v * LANES, k);
             unrolled<Format::GROUP>([&](auto g) PLANC_INLINED {
-                for (int v = 0; v < PANEL_VECS; ++v) {
-                    store(panel + ((i + g.value) * PANEL_VECS + v) * LANES, Format::template unpack<g.value>(w + v * LINE_BYTES));
-                }
+                store(to + (g.value * PANEL_VECS + v) * LANES, source.template unpack<g.value>(w + v * LINE_BYTES));
             });
         }
     }
@@ -195,16 +297,30 @@ class LinearTiles {
     }
 
     template <int MR, int NV>
-    PLANC_INLINE void finish(Vec (&acc)[MR][NV], int column) const {
+    PLANC_INLINE void finish(Vec (&acc)[MR][NV], int row, int column) const {
         PLANC_UNROLL for (int v = 0; v < NV; ++v) {
             const int c = column + v * LANES, valid = std::min(N - c, LANES);
             if (valid <= 0) continue;
-            const Vec scale = Format::SCALED ? load(scale_ + c, valid) : zero();
-            const Vec bias = BIAS ? load(bias_ + c, valid) : zero();
+            const Vec scale = Format::SCALED && SCALE_K == 0 ? load(from_.scale + c, valid) : zero();
+            const Vec bias = BIAS ? load(from_.bias + c, valid) : zero();
             PLANC_UNROLL for (int m = 0; m < MR; ++m) {
-                if constexpr (Format::SCALED) acc[m][v] = acc[m][v] * splat(Format::UNIT) * scale;
+                acc[m][v] = scaled(acc[m][v], row + m, scale);
                 if constexpr (BIAS) acc[m][v] = acc[m][v] + bias;
             }
+        }
+    }
+
+    // A finished sum times the scales that it lacks: that of its column, that of its row.
+    PLANC_INLINE Vec scaled(Vec sum, int row, Vec column_scale) const {
+        if constexpr (Format::DOTS) sum = to_float(as_int(sum));
+        if constexpr (SCALE_K == 0 && Format::SCALED && Rows::SCALED) {
+            return sum * splat(Format::UNIT) * (splat(rows_.scale(row)) * column_scale);
+        } else if constexpr (SCALE_K == 0 && Format::SCALED) {
+            return sum * splat(Format::UNIT) * column_scale;
+        } else if constexpr (Rows::SCALED) {
+            return sum * splat(rows_.scale(row));
+        } else {
+            return sum;
         }
     }
 
@@ -236,27 +352,26 @@ class LinearTiles {
         }
     }
 
-    const Rows rows_;
-    const char* const weight_;
-    const float* const scale_;
-    const float* const bias_;
+    Rows rows_;
+    const LinearWeights from_;
 };
 
-// Config: that of LinearTiles, X_STRIDE (floats between rows of x; y is dense). x and y must not overlap.
+// Config: that of LinearTiles, X_STRIDE (elements between rows of x; y is dense). x and y must not overlap.
 template <class Config>
 class Linear {
     static constexpr int N = Config::N;
     static constexpr int HALF_BLOCKS = (N + 31) / 32;  // a finer share than whole blocks, and still two lines long
-    using Rows = DenseRows<Config::X_STRIDE, N>;
+    using Rows = WideRows<DenseRows<typename Config::Format::X, Config::X_STRIDE, N>, Config::K>;
     using Tiles = LinearTiles<Config, Rows>;
     static constexpr int PANELS = (N + Tiles::PANEL_COLUMNS - 1) / Tiles::PANEL_COLUMNS;
 
    public:
-    // x f32 [rows, K], weight packed, scale f32 [N] for int8, bias f32 [N], y f32 [rows, N].
-    Linear(const float* x, const void* weight, const float* scale, const float* bias, float* y)
-        : tiles_({x, y}, static_cast<const char*>(weight), scale, bias) {}
+    using X = typename Config::Format::X;
 
-    void run(int rows, int thread, int threads) const {
+    // x [rows, K], its scales f32 [rows] where x is codes, y f32 [rows, N].
+    Linear(const X* x, const float* x_scale, LinearWeights weights, float* y) : tiles_(Rows({x, x_scale, y}), weights) {}
+
+    void run(int rows, int thread, int threads) {
         if (rows < detail::PANEL_MIN_ROWS) {
             tiles_.run_direct(rows, share(HALF_BLOCKS, thread, threads));
         } else {
@@ -266,7 +381,7 @@ class Linear {
 
    private:
     // Units of (row chunk, panel column) in contiguous shares.
-    void run_panels(int rows, int thread, int threads) const {
+    void run_panels(int rows, int thread, int threads) {
         const int chunks = (rows + detail::PANEL_ROWS - 1) / detail::PANEL_ROWS;
         const Range units = share(int64_t(chunks) * PANELS, thread, threads);
         for (int unit = units.begin; unit < units.end;) {
@@ -277,7 +392,7 @@ class Linear {
         }
     }
 
-    const Tiles tiles_;
+    Tiles tiles_;
 };
 
 }  // namespace planc

@@ -1,6 +1,7 @@
 // Element types and layouts of weights, and how a packed 64-byte line (16 columns) or a row-major row widens to f32.
 #pragma once
-#include "planc/simd.h"
+#include "planc/bytes.h"
+#include "planc/narrow.h"
 
 namespace planc {
 
@@ -8,32 +9,45 @@ constexpr int BLOCK = 64;        // output columns of a packed block
 constexpr int LINE_BYTES = 64;   // 16 columns x one group of k
 constexpr int GROUP_BYTES = 256;  // 64 columns x one group of k
 
+PLANC_INLINE float f8_to_float(F8 code) {
+    const uint32_t bits = uint32_t(code.bits & 0x80) << 24 | uint32_t(code.bits & 0x7f) << 20;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value * 0x1p120f;
+}
+
 // A packed format holds GROUP consecutive k of 16 columns in each line. unpack<I> gives the group's k = I; times UNIT it is
-// the stored number. SCALED formats have one f32 factor a column besides.
-struct PackedF32 {  // "n64": f32 [N/64][K][64]
-    using Element = float;
-    static constexpr int GROUP = 1;
-    static constexpr bool SCALED = false;
+// the stored number. `at` is that of one lane, element k of its row. SCALED formats have f32 scales besides: one a column,
+// or one for each SCALE_K of its k where that is not 0. Those with ZEROS have as many zero points. X is what they multiply;
+// codes that multiply codes as integers are DOTS. BY_VECTOR: the k of
+// a line share work, and GROUP divides K.
+struct Plain {
+    using X = float;
+    static constexpr bool SCALED = false, ZEROS = false, DOTS = false, BY_VECTOR = false;
+    static constexpr int SCALE_K = 0;
     static constexpr float UNIT = 1.0f;
+};
+struct PackedF32 : Plain {  // "n64": f32 [N/64][K][64]
+    static constexpr int GROUP = 1;
     template <int I>
     static PLANC_INLINE Vec unpack(const char* line) {
         return load(reinterpret_cast<const float*>(line));
     }
+    static PLANC_INLINE float at(const char* row, int k) { return reinterpret_cast<const float*>(row)[k * BLOCK]; }
 };
 
-struct PackedBf16 {  // "n64k2": bf16 [N/64][K/2][64][2]
-    using Element = uint16_t;
+struct PackedBf16 : Plain {  // "n64k2": bf16 [N/64][K/2][64][2]
     static constexpr int GROUP = 2;
-    static constexpr bool SCALED = false;
-    static constexpr float UNIT = 1.0f;
     template <int I>
     static PLANC_INLINE Vec unpack(const char* line) {
         return I == 0 ? bf16_low(load_int(line)) : bf16_high(load_int(line));
     }
+    static PLANC_INLINE float at(const char* row, int k) {
+        return bf16_to_float(reinterpret_cast<const uint16_t*>(row)[k / GROUP * (BLOCK * GROUP) + k % GROUP]);
+    }
 };
 
-struct PackedI8 {  // "n64k4": i8 [N/64][K/4][64][4], f32 scale [N]
-    using Element = int8_t;
+struct PackedI8 : Plain {  // "n64k4": i8 [N/64][K/4][64][4], f32 scale [N]
     static constexpr int GROUP = 4;
     static constexpr bool SCALED = true;
     // A byte converts from the top of its lane, one instruction less than a sign extension: exact, but 2^24 too large.
@@ -42,12 +56,113 @@ struct PackedI8 {  // "n64k4": i8 [N/64][K/4][64][4], f32 scale [N]
     static PLANC_INLINE Vec unpack(const char* line) {
         return to_float(byte_at_top<I>(load_int(line)));
     }
+    static PLANC_INLINE float at(const char* row, int k) {
+        return float(reinterpret_cast<const int8_t*>(row)[k / GROUP * (BLOCK * GROUP) + k % GROUP]);
+    }
+};
+
+struct DotsI8 : PackedI8 {  // the same bytes, to be multiplied with i8
+    using X = int8_t;
+    static constexpr bool DOTS = true;
+    static constexpr float UNIT = 1.0f;
+};
+
+// "n64k4": f8e4m3, one f32 scale a column or one for each SCALES of its k. No code may be a NaN.
+template <int SCALES>
+struct PackedF8 : Plain {
+    using X = F8;
+    static constexpr int GROUP = 4, SCALE_K = SCALES;
+    static constexpr bool SCALED = true;
+    // A code's exponent and mantissa at their place in an f32 mean 2^-120 of the number, below the normal ones too.
+    static constexpr float UNIT = 0x1p120f;
+    template <int I>
+    static PLANC_INLINE Vec unpack(const char* line) {
+        return as_float(shift_right_signed<4>(byte_at_top<I>(load_int(line))) & splat_int(int32_t(0x87f00000u)));
+    }
+    static PLANC_INLINE float at(const char* row, int k) {
+        return f8_to_float(reinterpret_cast<const F8*>(row)[k / GROUP * (BLOCK * GROUP) + k % GROUP]);
+    }
+};
+
+namespace detail {
+// "n64k8": codes of 4 bits [N/64][K/8][64][4], that of an even k in the low half of a byte. Each SCALES of a column's k have
+// a f32 scale [K/SCALES][N].
+template <int SCALES>
+struct PackedU4 : Plain {
+    static constexpr int GROUP = 8, SCALE_K = SCALES;
+    static constexpr bool SCALED = true, BY_VECTOR = true;
+    static_assert(SCALES % GROUP == 0);
+
+    template <int I>
+    static PLANC_INLINE VecI codes(const char* line) {
+        const VecI lanes = load_int(line);
+        return (I % 2 ? shift_right<4>(lanes) : lanes) & splat_int(0x0f0f0f0f);
+    }
+    static PLANC_INLINE int code(const char* row, int k) {
+        const int byte = uint8_t(row[k / GROUP * GROUP_BYTES + k % GROUP / 2]);
+        return k % 2 ? byte >> 4 : byte & 15;
+    }
+};
+}  // namespace detail
+
+// Codes less OFFSET.
+template <int SCALES, int OFFSET>
+struct OffsetU4 : detail::PackedU4<SCALES> {
+    using Base = detail::PackedU4<SCALES>;
+    static constexpr float UNIT = PackedI8::UNIT;
+    template <int I>
+    static PLANC_INLINE Vec unpack(const char* line) {
+        return to_float(byte_at_top<I / 2>(minus_bytes(Base::template codes<I>(line), splat_int(0x01010101 * OFFSET))));
+    }
+    static PLANC_INLINE float at(const char* row, int k) { return float(Base::code(row, k) - OFFSET); }
+};
+
+// Codes less a whole number for each column and SCALES of k, f32 [K/SCALES][N].
+template <int SCALES>
+struct ZerosU4 : detail::PackedU4<SCALES> {
+    using Base = detail::PackedU4<SCALES>;
+    static constexpr bool ZEROS = true;
+    static constexpr float UNIT = PackedI8::UNIT;
+
+    // The zero points of sixteen columns, which unpack takes off. They fit in a byte.
+    PLANC_INLINE void take_zeros(Vec z) {
+        const VecI byte = to_int(z) & splat_int(0xff), two = byte | shift_left<8>(byte);
+        zeros_ = two | shift_left<16>(two);
+    }
+    template <int I>
+    PLANC_INLINE Vec unpack(const char* line) const {
+        return to_float(byte_at_top<I / 2>(minus_bytes(Base::template codes<I>(line), zeros_)));
+    }
+    static PLANC_INLINE float at(const char* row, int k) { return float(Base::code(row, k)); }
+
+   private:
+    VecI zeros_;
+};
+
+// Codes in e2m1: sign, two bits of exponent, one of mantissa.
+template <int SCALES>
+struct E2m1 : detail::PackedU4<SCALES> {
+    using Base = detail::PackedU4<SCALES>;
+    static constexpr int8_t TWICE[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    static constexpr float UNIT = PackedI8::UNIT / 2;
+    template <int I>
+    static PLANC_INLINE Vec unpack(const char* line) {
+        return to_float(byte_at_top<I / 2>(look_up_bytes(TWICE, Base::template codes<I>(line))));
+    }
+    static PLANC_INLINE float at(const char* row, int k) { return 0.5f * float(TWICE[Base::code(row, k)]); }
 };
 
 // Bytes of the packed matrix before block b of K columns.
 template <class Format>
 PLANC_INLINE int64_t block_offset(int64_t block, int k) {
     return block * ((k + Format::GROUP - 1) / Format::GROUP) * GROUP_BYTES;
+}
+
+// Where row `row` of a packed matrix of K columns begins: its lane in its block.
+template <class Format>
+PLANC_INLINE const char* lane_of(const void* weight, int row, int k) {
+    constexpr int LANE_BYTES = GROUP_BYTES / BLOCK;
+    return static_cast<const char*>(weight) + block_offset<Format>(row / BLOCK, k) + row % BLOCK * LANE_BYTES;
 }
 
 }  // namespace planc

@@ -1,0 +1,18 @@
+// codes[r] = round(x[r] / scale[r]), scale[r] = amax(|x[r]|) / LIMIT: rows of activations in 8 bits.
+#pragma once
+#include "planc/narrow.h"
+#include "planc/rows.h"
+
+namespace planc {
+
+// Config: WIDTH (of the last axis), Element (int8_t or F8). Codes and scales are dense; Shape has INNER = 1 and the strides
+// reach the start of a row.
+template <class Config, class Shape, class Out, class X>
+void quantize_rows(int rows, int thread, int threads, const float* x, typename Config::Element* codes, float* scales) {
+    for_each_inner<Shape>(rows, thread, threads, [&](const auto& place) {
+        const int64_t at = Out::at(place);
+        scales[at / Config::WIDTH] = narrow<Config::WIDTH>(x + X::at(place), codes + at, 1);
+    });
+}
+
+}  // namespace planc
