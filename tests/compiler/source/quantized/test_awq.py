@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compressed_tensors.entrypoints.convert import AutoAWQConverter
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from planc.compiler.reference import reference_logits
@@ -70,6 +72,22 @@ def test_logits_are_those_of_the_floats(pristine: tuple[Path, dict[str, Weight]]
     with open_source(str(folder)) as source, torch.no_grad():
         logits = np.concatenate([rows for _, _, rows in reference_logits(source, [ids])])
         np.testing.assert_allclose(logits, model(torch.tensor([ids])).logits[0].numpy(), atol=2e-5)
+
+
+def test_another_librarys_conversion_means_the_same(folder: Path, tmp_path: Path) -> None:
+    """compressed-tensors turns AutoAWQ's layout into its own: codes, scales and zero points stay what they were."""
+    tensors = load_file(folder / "model.safetensors")
+    converter = AutoAWQConverter.from_autoawq_config(CONFIG)
+    converted = converter.process(dict(tensors))
+    other = Path(shutil.copytree(folder, tmp_path / "converted"))
+    save_file(converted, other / "model.safetensors", {"format": "pt"})
+    config: Any = converter.update_config(None)
+    restate(other, config.model_dump(mode="json"))
+    with open_source(str(folder)) as source, open_source(str(other)) as theirs:
+        assert dict(source.native) == dict(theirs.native)
+        assert source.tensors == theirs.tensors
+        for name in source.tensors:
+            np.testing.assert_array_equal(source.read(name), theirs.read(name))
 
 
 @pytest.mark.parametrize(("group", "scheme"), [(-1, "awq-g{}"), (64, "awq-g64"), (16, None)])
