@@ -18,6 +18,8 @@ from planc.compiler.weight_errors import quantized
 from planc.passes.options import Options
 from planc.plans.schema import Plan
 
+_EXACT = 1 << 30  # elements up to which the wide plan is float32: it lies on the disk while modules are measured
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -124,13 +126,14 @@ def _options(options: Options, search: Search) -> Options:
 def _costs(
     first: Attempt, root: Path, make: Make, source: ModelSource, text: Sequence[int], progress: Progress
 ) -> list[Group]:
-    """What rounding each group of weights costs by itself, in a plan of bf16 weights for this CPU."""
+    """What rounding each group of weights costs by itself, in a plan of wide weights for this CPU."""
     weights = quantized(first.graph)
     if not weights:
         return []
-    plain = replace(first.options.storage, default="bf16", modules=(), kinds={}, native={})
+    dtype = "f32" if sum(w.size for w in weights) <= _EXACT else "bf16"
+    plain = replace(first.options.storage, default=dtype, modules=(), kinds={}, native={})
     with _beside(root) as place:
-        wide = make(place, replace(first.options, target=targets.host(), dtype="bf16", quant=plain), False)
+        wide = make(place, replace(first.options, target=targets.host(), dtype=dtype, quant=plain), False)
         bar = progress.rows("modules", len(groups(weights)))
         constants = first.graph.constants
         with Probe(place, wide.plan, wide.graph, constants, source.read, source.read_rows) as probe:
