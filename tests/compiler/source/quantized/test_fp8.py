@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from planc.compiler.reference import reference_logits
 from planc.compiler.source import open_source
 from planc.errors import PlancError
 from tests.compiler.source.quantized.checkpoints import LINEAR, restate
@@ -63,6 +65,21 @@ def test_what_was_quantized_reads_back(
     expected = written(folder, block, dtype=dtype)
     with open_source(str(folder)) as source:
         check_source(source, expected, scheme)
+
+
+def test_transformers_loads_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own loading, which dequantizes where there is no GPU; it asks for accelerate, and does not use it."""
+    monkeypatch.setattr("transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available", lambda: True)
+    sizes = dict(hidden_size=128, intermediate_size=256, head_dim=32, num_key_value_heads=4)
+    folder = tiny("llama", tmp_path, tokenizer=False, **sizes)
+    expected = written(folder, (128, 128))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    ids = [3, 14, 15, 92, 65, 35]
+    with open_source(str(folder)) as source, torch.no_grad():
+        for name in expected:
+            np.testing.assert_array_equal(source.read(name), model.get_parameter(name).numpy())
+        logits = np.concatenate([rows for _, _, rows in reference_logits(source, [ids])])
+        np.testing.assert_allclose(logits, model(torch.tensor([ids])).logits[0].numpy(), atol=2e-5)
 
 
 def test_blocks_wider_than_the_weight_are_one_scale_a_channel(tmp_path: Path) -> None:
