@@ -12,6 +12,13 @@ from tests.kernels.harness import case, f32, i32, joined, tensor
 KV = {"layer": 0, "heads": 2, "k_dim": 40, "v_dim": 40, "block": 16, "dtype": "bf16", "page_bytes": 8192}
 KV |= {"k_offset": 0, "v_offset": 4096, "kind": "sliding", "window": 9, "scale": 0.5, "softcap": 3.0}
 PAGED = (f32("T", 6, 40), tensor("u8", "P", 8192), i32("S", "M"), i32("S1"), i32("T"))
+QUANTIZED = {
+    "int8": (tensor("i8", "T", 64), f32("T"), tensor("i8", 100, 64, layout="n64k4"), f32(100)),
+    "fp8-block": (tensor("f8e4m3", "T", 64), f32("T"), tensor("f8e4m3", 100, 64, layout="n64k4"), f32(1, 100)),
+    "awq-g32": (f32("T", 64), tensor("u4", 100, 64, layout="n64k8"), f32(2, 100), f32(2, 100)),
+    "int4-wo-g32": (f32("T", 64), tensor("u4", 100, 64, layout="n64k8"), f32(2, 100)),
+    "mxfp4": (f32("T", 64), tensor("u4", 100, 64, layout="n64k8"), f32(2, 100)),
+}
 CASES = [
     case("linear", f32("T", 70), tensor("bf16", 100, 70, layout="n64k2")),
     case("qlinear", f32("T", 70), tensor("i8", 100, 70, layout="n64k4"), f32(100), scheme="int8-wo"),
@@ -34,7 +41,13 @@ CASES = [
     case(
         "expert_linear", f32("T", 70), i32("T", 2), tensor("bf16", 4, 100, 70, layout="n64k2"), f32(4, 100), bias=True
     ),
-    case("qexpert_linear", f32("T", 70), i32("T", 2), tensor("i8", 4, 9, 70, layout="n64k4"), f32(4, 9), scheme="int8-wo"),
+    case(
+        "qexpert_linear", f32("T", 70), i32("T", 2), tensor("i8", 4, 9, 70, layout="n64k4"), f32(4, 9), scheme="int8-wo"
+    ),
+    case("quantize_rows", f32("T", 70), dtype="i8"),
+    case("quantize_rows", f32("T", 70), dtype="f8e4m3"),
+    *(case("qlinear", *QUANTIZED[name], scheme=name) for name in QUANTIZED),
+    case("qembedding", *QUANTIZED["mxfp4"][1:], i32("T"), scheme="mxfp4"),
     case("weighted_sum", f32("T", 3, 70), f32("T", 3)),
 ]
 
