@@ -5,6 +5,8 @@ First fit over lifetimes at the largest step. An op marked `inplace` writes over
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from planc.compiler.ir.graph import Graph, Node, Value
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.types import TensorType
@@ -55,6 +57,7 @@ def _aligned(n: int) -> int:
 def _roots(graph: Graph) -> dict[str, tuple[str, int]]:
     """Each value's buffer and its byte offset in it; a buffer bears the name of the value that first filled it."""
     roots: dict[str, tuple[str, int]] = {}
+    sharing: dict[str, list[str]] = {}  # buffer -> the values in it
     index = {n: i for i, n in enumerate(graph.nodes)}
     for n in graph.nodes:
         op = OPS[n.op]
@@ -63,8 +66,10 @@ def _roots(graph: Graph) -> dict[str, tuple[str, int]]:
         if op.view:
             root, offset = roots[n.inputs[0]]
             roots[n.out.name] = (root, offset + _view_offset(n, graph))
-        elif op.inplace is not None and _may_overwrite(n, n.inputs[op.inplace], graph, roots, index):
+        elif op.inplace is not None and _may_overwrite(n, n.inputs[op.inplace], graph, roots, sharing, index):
             roots[n.out.name] = roots[n.inputs[op.inplace]]
+        for v in n.outputs:
+            sharing.setdefault(roots[v.name][0], []).append(v.name)
     return roots
 
 
@@ -75,16 +80,23 @@ def _view_offset(n: Node, graph: Graph) -> int:
     return int(n.attr("start")) * x.strides()[int(n.attr("axis"))] * x.itemsize  # type: ignore[arg-type]
 
 
-def _may_overwrite(n: Node, name: str, graph: Graph, roots: dict[str, tuple[str, int]], index: dict[Node, int]) -> bool:
+def _may_overwrite(
+    n: Node,
+    name: str,
+    graph: Graph,
+    roots: dict[str, tuple[str, int]],
+    sharing: dict[str, list[str]],
+    index: dict[Node, int],
+) -> bool:
     """True when `n` is the last reader of the input's whole buffer and the output has its type."""
     if name not in roots or graph.types[name] != n.out.type or n.inputs.count(name) > 1:
         return False
     root = roots[name][0]
-    sharing = [v for v, (r, _) in roots.items() if r == root]
-    if any(v in graph.outputs for v in sharing) or graph.types[root] != n.out.type:
+    values = sharing[root]
+    if any(v in graph.outputs for v in values) or graph.types[root] != n.out.type:
         return False
-    return all(index[u] <= index[n] for v in sharing for u in graph.users[v]) and not any(
-        v in n.inputs for v in sharing if v != name
+    return all(index[u] <= index[n] for v in values for u in graph.users[v]) and not any(
+        v in n.inputs for v in values if v != name
     )
 
 
@@ -107,16 +119,15 @@ def _lifetimes(graph: Graph, roots: dict[str, tuple[str, int]], options: Options
 
 def _place(buffers: list[_Buffer]) -> dict[str, int]:
     """Addresses: the largest first, each at the lowest gap among the buffers that live at the same time."""
-    done: list[tuple[_Buffer, int]] = []
-    for b in sorted(buffers, key=lambda b: (-b.nbytes, b.first, b.name)):
+    ranked = sorted(buffers, key=lambda b: (-b.nbytes, b.first, b.name))
+    first, last, sizes = np.array([(b.first, b.last, b.nbytes) for b in ranked], np.int64).reshape(-1, 3).T
+    starts = np.zeros_like(sizes)
+    for i, b in enumerate(ranked):
+        (beside,) = np.nonzero((first[:i] <= b.last) & (last[:i] >= b.first))
         at = 0
-        for other, addr in sorted((d for d in done if _overlap(b, d[0])), key=lambda d: d[1]):
-            if at + b.nbytes <= addr:
+        for k in beside[np.argsort(starts[beside], kind="stable")]:
+            if at + b.nbytes <= starts[k]:
                 break
-            at = max(at, addr + other.nbytes)
-        done.append((b, at))
-    return {b.name: at for b, at in done}
-
-
-def _overlap(a: _Buffer, b: _Buffer) -> bool:
-    return a.first <= b.last and b.first <= a.last
+            at = max(at, int(starts[k] + sizes[k]))
+        starts[i] = at
+    return {b.name: int(at) for b, at in zip(ranked, starts, strict=True)}

@@ -120,13 +120,18 @@ def _parse_weight(body: str, known: dict[str, Recipe]) -> Weight:
 
 
 def _recipe(text: str, at: int) -> tuple[Recipe, int]:
-    """The recipe that begins at `at`, and where it ends. Python's own parser is slow on thousands of tensors."""
+    """The recipe that begins at `at`, and where it ends."""
     head = _OPEN.match(text, at)
     if head is None:
         raise ValueError("a recipe is a call")
+    inputs, attrs, end = _arguments(text, head.end())
+    return Recipe(head[1], inputs, attrs), end
+
+
+def _arguments(text: str, at: int) -> tuple[tuple[Recipe, ...], tuple[tuple[str, Attr], ...], int]:
+    """Recipes, then attributes, up to the closing bracket. Python's own parser is slow on thousands of tensors."""
     inputs: list[Recipe] = []
     attrs: list[tuple[str, Attr]] = []
-    at = head.end()
     while not text.startswith(")", at):
         if attr := _ATTR.match(text, at):
             attrs.append((attr[1], _literal(attr[2])))
@@ -140,7 +145,7 @@ def _recipe(text: str, at: int) -> tuple[Recipe, int]:
             at += 2
         elif not text.startswith(")", at):
             raise ValueError(f"neither ', ' nor ')': {text[at : at + 40]}")
-    return Recipe(head[1], tuple(inputs), tuple(attrs)), at + 1
+    return tuple(inputs), tuple(attrs), at + 1
 
 
 def _literal(text: str) -> Attr:
@@ -164,7 +169,7 @@ def _parse_node(body: str) -> Node:
     while name := re.match(r"%([^\s,()]+)(?:, )?", rest):
         names.append(name[1])
         rest = rest[name.end() :]
-    tree = ast.parse(f"f({rest})", mode="eval").body
-    assert isinstance(tree, ast.Call)
-    attrs = tuple((str(k.arg), ast.literal_eval(k.value)) for k in tree.keywords)
+    inputs, attrs, end = _arguments(f"{rest})", 0)
+    if inputs or end != len(rest) + 1:
+        raise ValueError(f"neither a value nor an attribute: {rest[:40]}")
     return Node(m["op"], tuple(names), tuple(_values(head)), attrs, loc)
