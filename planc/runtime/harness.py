@@ -77,7 +77,7 @@ def command(options: HarnessOptions, plan: Plan, url: str, tokenizer: Path) -> l
     }
     flags = {
         "--tasks": options.tasks,
-        "--limit": f"{options.limit:g}" if options.limit is not None else None,
+        "--limit": f"{options.limit:.12g}" if options.limit is not None else None,
         "--num_fewshot": options.num_fewshot,
         "--batch_size": options.batch_size,
         "--include_path": options.include_path,
