@@ -102,6 +102,14 @@ def _build_extra(verb: F) -> F:
     show_default=True,
     help="What judges the plan; none skips it, and the manifest says so.",
 )
+@click.option(
+    "--calib",
+    metavar="FILE|builtin|none",
+    default="builtin",
+    show_default=True,
+    help="Text or jsonl that schemes are calibrated with which profit from it (awq, int8).",
+)
+@click.option("--calib-tokens", type=int, default=8192, show_default=True, help="Tokens of it that are run, at most.")
 @click.option("--max-kl", type=float, help="Most mean KL to the reference, in nats. [default: the scheme's]")
 @click.option("--max-ppl-increase", metavar="P%", help="Most growth of perplexity. [default: the scheme's]")
 @click.option(

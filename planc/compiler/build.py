@@ -3,7 +3,7 @@
 import platform
 import tempfile
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from planc.codegen import cpu, program
 from planc.codegen import target as targets
 from planc.codegen.target import Target
 from planc.compiler import accuracy, gate, weights
+from planc.compiler.calibrate import BUILTIN, LEAST, TOKENS, calibrate_model, calibration_text
 from planc.compiler.ir.graph import Graph
 from planc.compiler.ir.text import to_text
 from planc.compiler.ir.types import Attr
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _MADE_WITH = ("torch", "transformers", "tokenizers", "numpy")
-KV_DTYPES = {"f32": "f32", "bf16": "bf16", "fp8": "f8e4m3", "int8": "i8"}  # --kv-cache-dtype -> elements of the cache
+KV_DTYPES = {"f32": "f32", "bf16": "bf16", "fp8": "f8e3m4", "int8": "i8"}  # --kv-cache-dtype -> elements of the cache
 _ROWS_BYTES = 16 << 20  # of reference logits at a time, in float32
 
 
@@ -61,6 +62,8 @@ class BuildRequest:
     weights: str = "pack"
     seed: int = 0
     reference: str = "transformers"
+    calib: str = BUILTIN
+    calib_tokens: int = TOKENS
     max_kl: float | None = None
     max_ppl_increase: str | None = None
     auto_mixed: bool = False
@@ -89,13 +92,13 @@ def build(request: BuildRequest, progress: Progress) -> schema.Plan:
         check_kernels(quant, target)
         options = _options(request, config, target, quant)
         job = _lift(source, config, options, request, progress)
-        graph, log = job.passes(options)
         with store.publish(request.out, force=request.force) as root:
             with progress.stage("tokenizer"):
                 save_tokenizer(source, root / "tokenizer")
                 tokenizer = Tokenizer.load(root / "tokenizer")
                 _ = tokenizer.chat_template  # one that does not parse stops the build, not a request
-            first = job.write(root, graph, log, options)
+            job, options = job.calibrated(options, tokenizer)
+            first = job.make(root, options, measured=False)
             if request.weights == "pack":
                 first = job.measured(root, first)
                 text = tokenizer.encode(accuracy.EVAL_TEXT.read_text(encoding="utf-8"))
@@ -116,6 +119,8 @@ def _check_request(request: BuildRequest) -> Target:
         )
     if request.block_size % 16 or not 16 <= request.block_size <= 256:
         raise UsageError(f"--block-size must be a multiple of 16 from 16 to 256, got {request.block_size}.")
+    if request.calib_tokens < LEAST:
+        raise UsageError(f"--calib-tokens must be at least {LEAST}, got {request.calib_tokens}.")
     asked = request.max_kl is not None or request.max_ppl_increase is not None or request.auto_mixed
     if asked and (request.reference == "none" or request.weights == "none"):
         raise UsageError(
@@ -234,6 +239,7 @@ class _Job:
     progress: Progress
     lifted: Graph
     info: schema.ModelInfo
+    calibration: schema.Calibration | None = None
 
     @cached_property
     def judge(self) -> Judge | None:
@@ -243,6 +249,14 @@ class _Job:
         chunk = max(1, min(64, _ROWS_BYTES // (4 * vocab)))
         limit = _max_model_len(self.request.max_model_len, self.source.config())
         return Judge(self.source, rows_per_chunk=chunk, limit=limit)
+
+    def calibrated(self, options: Options, tokenizer: Tokenizer) -> "tuple[_Job, Options]":
+        """The job and options with what calibration chose, where a scheme profits from it."""
+        if self.request.calib == "none" or self.request.weights == "none":
+            return self, options
+        text = partial(calibration_text, self.request.calib, tokenizer, self.request.calib_tokens)
+        choices, found = calibrate_model(self.lifted, self.source, options, text, self.progress)
+        return replace(self, calibration=found), replace(options, choices=choices)
 
     def make(self, root: Path, options: Options, measured: bool) -> Attempt:
         """Another attempt, in a directory of its own."""
@@ -258,6 +272,7 @@ class _Job:
 
     def write(self, root: Path, graph: Graph, log: tuple[schema.PassLog, ...], options: Options) -> Attempt:
         plan = _write(root, graph, log, self.info, self.source, options, self.request, self.progress)
+        plan = replace(plan, calibration=self.calibration)
         return Attempt(options, graph, plan)
 
     def measured(self, root: Path, attempt: Attempt) -> Attempt:

@@ -1,7 +1,7 @@
 """norm(x) * g, w -> norm(x) * (g / s), w * s: scales that calibration chose move from activations to weights.
 
 The graph computes what it computed; only what there is to round differs. The scales are folded into recipes, so that
-nothing is left of them when the plan runs.
+nothing is left of them when the plan runs. Products also gain the offsets that rounding will make right.
 """
 
 from collections.abc import Mapping
@@ -12,15 +12,19 @@ import numpy as np
 from planc.compiler.ir.graph import Graph, Node, Value, Weight
 from planc.compiler.ir.recipe import Recipe, cast, constant, infer, step
 from planc.passes.options import Options
-from planc.passes.sites import Site, sites, weight_of
+from planc.passes.sites import PRODUCTS, Site, sites, weight_of
 
 
 def migrate(graph: Graph, options: Options) -> tuple[Graph, int]:
-    """Applies the chosen scales; counts the sites."""
-    chosen = [s for s in sites(graph) if s.name in options.choices.scales]
+    """Applies the chosen scales and offsets; counts the sites."""
+    choices = options.choices
+    chosen = [s for s in sites(graph) if s.name in choices.scales]
     edit = _Edit(graph)
     for site in chosen:
-        edit.take(site, options.choices.scales[site.name])
+        edit.take(site, choices.scales[site.name])
+    for n in graph.nodes:
+        if n.op in PRODUCTS and n.out.name in choices.offsets and weight_of(n) in choices.clips:
+            edit.offset(n, choices.offsets[n.out.name])
     return edit.made(), len(chosen)
 
 
@@ -53,11 +57,21 @@ class _Edit:
         if site.maker.attr("bias", False):
             self._node(site.maker, {len(site.maker.inputs) - 1: factor})
 
+    def offset(self, n: Node, offset: np.ndarray) -> None:
+        """Adds to the bias of a product, after all scales are taken; one without a bias gets one."""
+        now, recipe = self._nodes.get(n, n), self._constant(offset)
+        inputs = now.inputs
+        if n.attr("bias", False):
+            recipe = step("add", cast(self._recipe(inputs[-1]), "f32"), recipe)
+            inputs = inputs[:-1]
+        weight = Weight(Value(f"{n.out.name}.offset", infer(recipe)), recipe)
+        self._new[weight.name] = weight
+        self._nodes[n] = replace(now, inputs=(*inputs, weight.name)).with_attrs(bias=True)
+
     def made(self) -> Graph:
         changed = [replace(w, recipe=self._recipes[w.name]) for w in self._graph.weights if w.name in self._recipes]
         added = (*changed, *self._new.values())
-        nodes = {k: v for k, v in self._nodes.items()}
-        return self._graph.rewrite(nodes, add_weights=added, add_constants=self._constants)
+        return self._graph.rewrite(dict(self._nodes), add_weights=added, add_constants=self._constants)
 
     def _norm(self, n: Node, factor: np.ndarray) -> None:
         """The norm's weight and bias; a norm without weight gets one."""
@@ -93,8 +107,13 @@ class _Edit:
         if name in self._new:
             self._new[name] = replace(self._new[name], recipe=self._scaled(self._new[name].recipe, factor))
             return
-        recipe = self._recipes.get(name) or self._graph.weight_by_name[name].recipe
-        self._recipes[name] = self._scaled(recipe, factor)
+        self._recipes[name] = self._scaled(self._recipe(name), factor)
+
+    def _recipe(self, name: str) -> Recipe:
+        """The recipe of a weight as it is by now."""
+        if name in self._new:
+            return self._new[name].recipe
+        return self._recipes.get(name) or self._graph.weight_by_name[name].recipe
 
     def _scaled(self, recipe: Recipe, factor: np.ndarray) -> Recipe:
         return scaled(recipe, factor, self._constants)

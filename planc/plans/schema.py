@@ -154,6 +154,24 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """The text that chose how weights are rounded: its name as given, sha256 and the tokens that were run.
+
+    Of `products` calibrated, `scaled` groups had their inputs scaled; `unscaled` are modules whose inputs could not be.
+    `seconds` it took, `peak_rss` bytes that the build held by then.
+    """
+
+    text: str
+    text_sha256: str
+    tokens: int
+    products: int
+    scaled: int
+    unscaled: tuple[str, ...]
+    seconds: float
+    peak_rss: int
+
+
+@dataclass(frozen=True)
 class PassLog:
     """One pass: how often it matched, how often it had to (None: no expectation), and the node count after it."""
 
@@ -182,6 +200,7 @@ class Plan:
     accuracy: Accuracy
     passes: tuple[PassLog, ...]
     made_with: dict[str, str]
+    calibration: Calibration | None = None
     files: dict[str, str] = field(default_factory=dict)
     digest: str = ""
     schema_version: int = SCHEMA_VERSION

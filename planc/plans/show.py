@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from itertools import groupby
 
-from planc.plans.schema import Accuracy, Plan
+from planc.plans.schema import Accuracy, Calibration, Plan
 
 Rows = list[tuple[str, str]]
 _LAYER = re.compile(r"\bl(\d+)\.|\blayers\.(\d+)\.|\bh\.(\d+)\.")
@@ -23,6 +23,7 @@ def summary(plan: Plan) -> dict[str, Rows]:
         "Limits": [(k, f"{v:,}") for k, v in vars(plan.limits).items()],
         "Memory": _memory(plan),
         "Kernels": [(k.name, f"x{k.count}") for k in plan.kernels],
+        **({"Calibration": _calibration(plan.calibration)} if plan.calibration else {}),
         "Accuracy": accuracy_rows(plan.accuracy),
         "Goldens": [
             (repr(g.prompt[:48]), f"{len(g.tokens)} tokens, least margin {min(g.margins):.3f}")
@@ -78,6 +79,15 @@ def accuracy_rows(a: Accuracy) -> Rows:
         *_allowed(a),
         *_weight_errors(a),
     ]
+
+
+def _calibration(c: Calibration) -> Rows:
+    rows = [
+        ("text", f"{c.text}, {c.tokens:,} tokens, sha256 {c.text_sha256[:16]}"),
+        ("products", f"{c.products}, their inputs scaled in {c.scaled} places"),
+        ("cost", f"{c.seconds:,.0f} s, the build's memory at {mib(c.peak_rss)} by then"),
+    ]
+    return rows + ([("inputs not scaled", f"{len(c.unscaled)}, first {c.unscaled[0]}")] if c.unscaled else [])
 
 
 def _allowed(a: Accuracy) -> Rows:

@@ -159,3 +159,32 @@ def test_a_stack_is_scaled_matrix_by_matrix() -> None:
     arrays = {f"e{i}": np.random.default_rng(i).standard_normal((6, 4)).astype(ml_dtypes.bfloat16) for i in range(3)}
     want = np.stack([arrays[f"e{i}"].astype(np.float32).T for i in range(3)]) * rows * columns
     np.testing.assert_allclose(evaluate(made, arrays.__getitem__, constants), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_gains_its_offset_where_its_weight_is_clipped(biased: bool) -> None:
+    attrs, more = ((("bias", True),), ("g",)) if biased else ((), ())
+    graph = small(Node("linear", ("x", "w", *more), (value("y"),), attrs))
+    arrays = {n: np.random.default_rng(i).standard_normal((8, 8)).astype(np.float32) for i, n in enumerate("wx")}
+    arrays["g"] = arrays["w"][0]
+    offset = np.linspace(-1, 1, 8).astype(np.float32)
+    none = migrate(graph, options(choices=Choices(offsets={"y": offset})))[0]
+    assert none == graph
+    after, _ = migrate(graph, options(choices=Choices(clips={"w": offset}, offsets={"y": offset})))
+    weights = {w.name: evaluate(w.recipe, arrays.__getitem__, after.constants) for w in after.weights}
+    got, want = (run(g, {"x": arrays["x"]}, w)["y"] for g, w in ((after, weights), (graph, arrays)))
+    np.testing.assert_allclose(got, want + offset, rtol=1e-5, atol=1e-5)
+
+
+def test_an_offset_is_added_after_the_rows_are_scaled() -> None:
+    """It is what the results lack as they are after `migrate`."""
+    nodes = (
+        Node("linear", ("x", "w", "g"), (value("h"),), (("bias", True),)),
+        Node("linear", ("h", "v"), (value("y"),)),
+    )
+    graph, offset = small(*nodes), np.ones(8, np.float32)
+    choices = Choices({"h": np.full(8, 2, np.float32)}, {"w": offset}, {"h": offset})
+    after, _ = migrate(graph, options(choices=choices))
+    arrays = {"g": np.full(8, 6, np.float32)}
+    bias = after.producers["h"].inputs[2]
+    np.testing.assert_array_equal(evaluate(after.weight_by_name[bias].recipe, arrays.__getitem__, after.constants), 4)

@@ -1,8 +1,9 @@
 """deq(quant(w * s)) / s ~ w where activations are large: in go weights and their inputs, out come scales and ranges.
 
 The scales are a power of the activations' mean size; the ranges shrink for a group of a channel where that lowers the
-error of its product. Both errors are those of products with the calibration's activations, so that what the model
-seldom multiplies by much may be rounded more.
+error of its product. Errors are those of products with the calibration's activations, so that what the model seldom
+multiplies by much may be rounded more. What the mean of the activations makes of them is the same for every token: an
+offset takes it back, and only how activations vary about their mean is searched for.
 """
 
 from collections.abc import Iterator
@@ -32,14 +33,17 @@ def error(w: Tensor, gram: Tensor, scheme: Scheme) -> float:
     return float(_errors(wide, affine(wide, *_ranges(wide), scheme), gram).sum(dtype=torch.float64))
 
 
-def clips(w: np.ndarray, gram: Tensor, scheme: Scheme) -> np.ndarray:
-    """The largest |w| to keep of each group of each channel, infinity where all stay: f32[K/g, N] of w f32[N, K]."""
+def clips(w: np.ndarray, gram: Tensor, mean: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray]:
+    """The largest |w| to keep of each group of each channel, infinity where all stay: f32[K/g, N] of w f32[N, K]; and
+    what rounding to these then takes from each channel where activations are at their mean [K]: f32[N].
+    """
     pace = max(1, _ELEMENTS // w.shape[1])
-    parts = [_clips(torch.from_numpy(w[i : i + pace]), gram, scheme) for i in range(0, len(w), pace)]
-    return np.concatenate(parts, axis=1)
+    middle = grouped(torch.from_numpy(mean[None]), scheme).double()
+    parts = [_clips(torch.from_numpy(w[i : i + pace]), gram, middle, scheme) for i in range(0, len(w), pace)]
+    return np.concatenate([p[0] for p in parts], axis=1), np.concatenate([p[1] for p in parts])
 
 
-def _clips(w: Tensor, gram: Tensor, scheme: Scheme) -> np.ndarray:
+def _clips(w: Tensor, gram: Tensor, middle: Tensor, scheme: Scheme) -> tuple[np.ndarray, np.ndarray]:
     wide = grouped(w, scheme)
     low, high = _ranges(wide)
     most = torch.maximum(-low, high)
@@ -50,7 +54,10 @@ def _clips(w: Tensor, gram: Tensor, scheme: Scheme) -> np.ndarray:
         made = _errors(wide, given, gram)
         better = made < best * (1 - 1e-4)  # what the order of additions changes must not count
         best, kept = torch.where(better, made, best), torch.where(better, bound, kept)
-    return rounded(kept.numpy())
+    clip = torch.from_numpy(rounded(kept.numpy()))
+    given = affine(wide, torch.maximum(low, -clip), torch.minimum(high, clip), scheme)
+    lost = torch.bmm((wide - given).double(), middle.transpose(1, 2)).sum(0)[:, 0]
+    return clip.numpy(), rounded(lost.numpy())
 
 
 def scaled_gram(stats: Stats, s: np.ndarray) -> Tensor:

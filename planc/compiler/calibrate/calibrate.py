@@ -4,6 +4,9 @@ A norm, a gated activation or values of attention give their scales to all produ
 is not known to keep a factor apart, or a checkpoint holds its codes already, the product is rounded as it is.
 """
 
+import resource
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +14,7 @@ import numpy as np
 
 from planc.compiler.calibrate import search
 from planc.compiler.calibrate.run import Weights, run, stretches
+from planc.compiler.calibrate.search import Key
 from planc.compiler.calibrate.stats import Collector, Stats
 from planc.compiler.calibrate.text import CalibrationText
 from planc.compiler.ir.graph import Graph, Node
@@ -20,9 +24,10 @@ from planc.errors import PlancError
 from planc.passes.choices import Choices
 from planc.passes.migrate import rows_factor
 from planc.passes.options import Options
+from planc.passes.pipeline import PIPELINE
+from planc.passes.pipeline import run as run_passes
 from planc.passes.sites import PRODUCTS, Site, sites, weight_of
-
-Key = tuple[str, int | None]  # an input's name, and the group within which products of its features are kept
+from planc.plans import schema
 
 
 @dataclass(frozen=True)
@@ -52,13 +57,30 @@ def calibrate(
     return Calibration(work.choices(), len(wanted), work.unscaled)
 
 
-def wants_calibration(graph: Graph, options: Options) -> bool:
-    """Whether any product's scheme is one that calibration can help."""
-    return bool(_wanted(graph, options))
+def calibrate_model(
+    lifted: Graph, source: ModelSource, options: Options, text: Callable[[int], CalibrationText], progress: Progress
+) -> tuple[Choices, schema.Calibration | None]:
+    """The choices for a lifted model, and what its manifest says; nothing where no scheme profits.
+
+    `text` is asked for, by the longest window, only where one does.
+    """
+    start, first = time.perf_counter(), [p.name for p in PIPELINE].index("migrate")
+    graph, _ = run_passes(lifted, options, pipeline=PIPELINE[:first])
+    if not _wanted(graph, options):
+        return Choices(), None
+    given = text(options.max_model_len)
+    found = calibrate(graph, source, options, given, progress)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    seconds = round(time.perf_counter() - start, 1)
+    sums = (found.products, len(found.choices.scales), found.unscaled, seconds, peak)
+    return found.choices, schema.Calibration(given.name, given.sha256, given.tokens, *sums)
 
 
 def _wanted(graph: Graph, options: Options) -> list[Node]:
-    return [n for n in graph.nodes if search.scheme_of(n) and not _native(n, graph, options)]
+    """Not those that share their weight: its ranges would be those of one of them."""
+    found = [n for n in graph.nodes if n.op in PRODUCTS and search.scheme_of(n) and not _native(n, graph, options)]
+    readers = Counter(weight_of(n) for n in found)
+    return [n for n in found if readers[weight_of(n)] == 1]
 
 
 def _native(n: Node, graph: Graph, options: Options) -> bool:
@@ -83,6 +105,7 @@ class _Work:
         self._seen: set[str] = set()
         self._scales: dict[str, np.ndarray] = {}
         self._clips: dict[str, np.ndarray] = {}
+        self._offsets: dict[str, np.ndarray] = {}
         self.unscaled = tuple(n.loc or n.out.name for n in wanted if n.out.name not in self._site_of)
 
     def see(self, n: Node, x: np.ndarray) -> None:
@@ -94,6 +117,7 @@ class _Work:
         if self._first.setdefault(key, n.out.name) != n.out.name:
             return
         if key not in self._collected:
+            assert key[1] is not None, "only products whose scheme calibration can help wait for it"
             self._collected[key] = Collector(x.shape[-1], self._windows, key[1])
         self._collected[key].add(x)
         if not self._collected[key].finite():
@@ -115,13 +139,15 @@ class _Work:
         self._collected = {k: c for k, c in self._collected.items() if k in still}
 
     def choices(self) -> Choices:
-        """The scales, and the ranges as they are once makers have taken 1 / s."""
-        clips = dict(self._clips)
+        """The scales, and the ranges and offsets as they are once makers have taken 1 / s."""
+        clips, offsets = dict(self._clips), dict(self._offsets)
         for site in self._sites:
             name = weight_of(site.maker) if site.rows is not None else ""
             if name in clips and site.name in self._scales:
-                clips[name] = clips[name] * rows_factor(site, self._scales[site.name], clips[name].shape[-1])
-        return Choices(self._scales, clips)
+                factor, out = rows_factor(site, self._scales[site.name], clips[name].shape[-1]), site.maker.out.name
+                clips[name] = clips[name] * factor
+                offsets |= {out: offsets[out] * factor} if out in offsets else {}
+        return Choices(self._scales, clips, offsets)
 
     def _open(self, site: Site, closed: Sequence[Node]) -> bool:
         """Whether a scale would help a reader, and no weight that must stay would change."""
@@ -137,10 +163,13 @@ class _Work:
 
     def _clip(self, n: Node, stats: dict[Key, Stats]) -> None:
         site, units = self._site_of.get(n.out.name, _NONE)
+        inputs = stats[search.key(n)]
         s = self._scales.get(site.name) if site else None
-        found = search.clips(n, stats[search.key(n)], self.weights, None if s is None else s[units])
+        found = search.clips(n, inputs, self.weights, np.ones_like(inputs.mean) if s is None else s[units])
         if found is not None:
-            self._clips[weight_of(n)] = found
+            self._clips[weight_of(n)], offset = found
+            if offset.any():
+                self._offsets[n.out.name] = offset
 
 
 _NONE: tuple[Site | None, np.ndarray] = (None, np.empty(0, int))

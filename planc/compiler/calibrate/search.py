@@ -20,6 +20,7 @@ from planc.passes.sites import Reader, Site, weight_of
 ROWS = 512  # rows of a weight that judge scales
 STACK = 4  # matrices of a stack that do
 BETTER = 0.98  # scales are kept that lower the error by more than what chance may
+Key = tuple[str, Scheme | None]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class _Product:
 
     def error(self, s: np.ndarray) -> float:
         factor = torch.from_numpy(s[self.units])
-        if self.scheme.act:
+        if self.stats.sample is not None:
             return smooth.error(self.w, torch.from_numpy(self.stats.sample), factor)
         return awq.error(self.w * factor, awq.scaled_gram(self.stats, s[self.units]), self.scheme)
 
@@ -44,13 +45,12 @@ def scheme_of(n: Node) -> Scheme | None:
     return row if row and (row.zeros or row.act == "i8") else None
 
 
-def key(n: Node) -> tuple[str, int | None]:
-    """By what the statistics of a product's input go: its name, and the group of the product's scheme."""
-    row = scheme_of(n)
-    return n.inputs[0], row.group if row else None
+def key(n: Node) -> Key:
+    """By what the statistics of a product's input go: its name, and the product's scheme."""
+    return n.inputs[0], scheme_of(n)
 
 
-def scales(site: Site, stats: Mapping[tuple[str, int | None], Stats], weights: Weights) -> np.ndarray | None:
+def scales(site: Site, stats: Mapping[Key, Stats], weights: Weights) -> np.ndarray | None:
     """The best scales of a site, f32[size]; None when none is clearly better than 1."""
     products = [p for r in site.readers for p in _products(r, stats, weights)]
     best = sum(p.error(np.ones(site.size, np.float32)) for p in products) * BETTER
@@ -62,7 +62,7 @@ def scales(site: Site, stats: Mapping[tuple[str, int | None], Stats], weights: W
     return chosen
 
 
-def _products(reader: Reader, stats: Mapping[tuple[str, int | None], Stats], weights: Weights) -> Iterator[_Product]:
+def _products(reader: Reader, stats: Mapping[Key, Stats], weights: Weights) -> Iterator[_Product]:
     row = scheme_of(reader.node)
     if row is None:
         return
@@ -73,7 +73,7 @@ def _products(reader: Reader, stats: Mapping[tuple[str, int | None], Stats], wei
 
 def _candidates(size: int, products: list[_Product]) -> Iterator[np.ndarray]:
     if any(p.scheme.zeros for p in products):
-        mean = np.maximum.reduce([_by_unit(p.stats.mean, p.units, size, np.add) / _count(p, size) for p in products])
+        mean = np.maximum.reduce([_by_unit(p.stats.size, p.units, size, np.add) / _count(p, size) for p in products])
         yield from awq.candidates(mean)
     if any(p.scheme.act for p in products):
         peak, most = (
@@ -93,12 +93,15 @@ def _count(p: _Product, size: int) -> np.ndarray:
     return np.maximum(np.bincount(p.units, minlength=size), 1)
 
 
-def clips(n: Node, stats: Stats, weights: Weights, factor: np.ndarray | None) -> np.ndarray | None:
-    """The largest |w * factor| to keep of each group of a channel, [.., K/g, N]; None for a scheme without groups."""
+def clips(n: Node, stats: Stats, weights: Weights, s: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """The largest |w * s| to keep of each group of a channel, [.., K/g, N], and what rounding takes from the results
+    for the mean of the inputs, [.., N]; None for a scheme without groups.
+    """
     row = scheme_of(n)
     if row is None or not row.zeros:
         return None
-    s = np.ones(len(stats.mean), np.float32) if factor is None else factor
     gram = awq.scaled_gram(stats, s)
-    made = [awq.clips(w * s, gram, row) for w in weights.matrices(weight_of(n))]
-    return np.stack(made) if len(weights.graph.types[weight_of(n)].shape) > 2 else made[0]
+    made = [awq.clips(w * s, gram, stats.mean / s, row) for w in weights.matrices(weight_of(n))]
+    kept, lost = (np.stack(parts) for parts in zip(*made, strict=True))
+    stacked = len(weights.graph.types[weight_of(n)].shape) > 2
+    return (kept, lost) if stacked else (kept[0], lost[0])

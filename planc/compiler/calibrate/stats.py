@@ -9,8 +9,9 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from planc.compiler.ir.quant import Scheme
+
 SAMPLE = 512  # rows kept of one input
-BLOCK = 32  # the smallest group that a scheme knows: products of features are kept within blocks of the asked size
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -20,44 +21,60 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Stats:
-    """mean and peak of |x|, f32[K]; sample f32[<= SAMPLE, K]; gram f32[K/g, g, g], the mean of x x' within groups."""
+    """Of inputs x: `size` and `peak`, the mean and the largest |x|, and `mean`, f32[K]. Besides, as the scheme needs:
+    `gram` f32[K/g, g, g], how features vary together within a group, or `sample` f32[<= SAMPLE, K], some of the rows.
 
-    mean: np.ndarray
+    The features of x[T, slots, K] mean something else in each slot: their mean is taken as 0.
+    """
+
+    size: np.ndarray
     peak: np.ndarray
-    sample: np.ndarray
+    mean: np.ndarray
     gram: np.ndarray | None
+    sample: np.ndarray | None
 
 
 class Collector:
     """Sums over the rows of one input, window by window."""
 
-    def __init__(self, features: int, windows: int, group: int | None) -> None:
-        self._total = np.zeros(features)
+    def __init__(self, features: int, windows: int, row: Scheme) -> None:
+        self._size, self._sum = np.zeros(features), np.zeros(features)
         self._peak = np.zeros(features, np.float32)
-        self._rows: list[np.ndarray] = []
-        self._count = 0
+        self._count, self._slots = 0, False
         self._each = -(-SAMPLE // windows)
-        self._group = group
-        self._gram = np.zeros((-(-features // group), group, group)) if group else None
+        self._rows: list[np.ndarray] | None = [] if row.act else None
+        group = row.group or features
+        self._gram = None if row.act else np.zeros((-(-features // group), group, group))
 
     def add(self, x: np.ndarray) -> None:
         """Rows [.., K] of a window. The first is left out: it is read by all others, and like no other."""
-        rows = np.ascontiguousarray(x.reshape(-1, x.shape[-1])[1:])
-        size = np.abs(rows)
-        self._total += size.sum(axis=0, dtype=np.float64)
-        self._peak = np.maximum(self._peak, size.max(axis=0))
+        self._slots |= x.ndim > 2
+        rows = np.ascontiguousarray(x[1:].reshape(-1, x.shape[-1]))
+        sizes = np.abs(rows)
+        self._size += sizes.sum(axis=0, dtype=np.float64)
+        self._sum += rows.sum(axis=0, dtype=np.float64)
+        self._peak = np.maximum(self._peak, sizes.max(axis=0, initial=0))
         self._count += len(rows)
-        at = (np.arange(self._each) * len(rows) + len(rows) // 2) // self._each
-        self._rows.append(rounded(rows[np.unique(np.minimum(at, len(rows) - 1))]))
+        if self._rows is not None:
+            at = (np.arange(self._each) * len(rows) + len(rows) // 2) // self._each
+            self._rows.append(rounded(rows[np.unique(np.minimum(at, len(rows) - 1))]))
         if self._gram is not None:
             self._gram += _grams(rows, self._gram.shape)
 
     def finite(self) -> bool:
-        return bool(np.isfinite(self._total).all())
+        return bool(np.isfinite(self._size).all())
 
     def done(self) -> Stats:
-        gram = None if self._gram is None else (self._gram / self._count).astype(np.float32)
-        return Stats(rounded(self._total / self._count), rounded(self._peak), np.concatenate(self._rows)[:SAMPLE], gram)
+        mean = self._sum / self._count * (not self._slots)
+        sample = None if self._rows is None else np.concatenate(self._rows)[:SAMPLE]
+        gram = None if self._gram is None else self._centred(self._gram / self._count, mean)
+        return Stats(rounded(self._size / self._count), rounded(self._peak), rounded(mean), gram, sample)
+
+    @staticmethod
+    def _centred(gram: np.ndarray, mean: np.ndarray) -> np.ndarray:
+        groups, group, _ = gram.shape
+        middle = np.pad(mean, (0, groups * group - len(mean))).reshape(groups, group)
+        return np.asarray(gram - middle[:, :, None] * middle[:, None, :], np.float32)
 
 
 def _grams(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -1,0 +1,112 @@
+"""Calibration as a whole: the same choices each time, logits nearer to the model's, and what it must leave alone."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from planc.compiler.calibrate import Calibration, CalibrationText, calibrate
+from planc.compiler.progress import Progress
+from planc.errors import PlancError
+from planc.passes import pipeline
+from planc.passes.choices import Choices
+from planc.passes.options import Options
+from planc.passes.schemes import QuantConfig
+from tests.lifted import Lifted, lifted, logits
+from tests.models import tiny
+from tests.passes.test_pipeline import options
+
+FIRST = [p.name for p in pipeline.PIPELINE].index("migrate")
+TEXT = CalibrationText(
+    "x", "", tuple(np.random.default_rng(i).integers(3, 300, 128).astype(np.int32) for i in range(8))
+)
+
+
+def prepared(path: Path, arch: str, given: Options, **config: int) -> Lifted:
+    """A model of which some channels behind norms are far larger than others, as those of trained models are."""
+    model = lifted(tiny(arch, path, **config))
+    read = model.source.read
+
+    def uneven(name: str) -> np.ndarray:
+        array = read(name)
+        if array.ndim > 1 or "norm" not in name:
+            return array
+        return array * np.exp(np.random.default_rng(len(name)).standard_normal(array.shape)).astype(array.dtype)
+
+    model.source.read = uneven  # type: ignore[method-assign]
+    model.source.read_rows = lambda name, start, stop: uneven(name)[start:stop]  # type: ignore[method-assign]
+    return replace(model, graph=pipeline.run(model.graph, given, pipeline=pipeline.PIPELINE[:FIRST])[0])
+
+
+def calibrated(model: Lifted, given: Options) -> Calibration:
+    return calibrate(model.graph, model.source, given, TEXT, Progress(quiet=True))
+
+
+def error(model: Lifted, given: Options, choices: Choices) -> float:
+    """Mean square of what quantization changes in the logits of text that calibration did not see."""
+    graph, _ = pipeline.run(model.graph, replace(given, choices=choices), pipeline=pipeline.PIPELINE[FIRST:])
+    ids = np.random.default_rng(99).integers(3, 300, 90)
+    rows = list(range(5, 90, 3))
+    return float(np.square(logits(model, graph, ids, rows) - logits(model, model.graph, ids, rows)).mean())
+
+
+@pytest.mark.parametrize(
+    ("arch", "scheme", "most"),
+    [("llama", "awq-g32", 0.8), ("gemma3_text", "awq-g32", 0.8), ("qwen2", "int8", 0.9), ("mixtral", "awq-g32", 0.9)],
+)
+def test_logits_come_nearer_and_choices_are_the_same_again(arch: str, scheme: str, most: float, tmp_path: Path) -> None:
+    given = options(dtype=scheme)
+    model = prepared(tmp_path, arch, given, **({"intermediate_size": 128} if arch == "mixtral" else {}))
+    found = calibrated(model, given)
+    assert found.products >= 8
+    assert found.choices.scales
+    assert (bool(found.choices.clips) and bool(found.choices.offsets)) == scheme.startswith("awq")
+    assert error(model, given, found.choices) < most * error(model, given, Choices())
+    again = calibrated(model, given).choices
+    for one, other in zip(vars(found.choices).values(), vars(again).values(), strict=True):
+        assert one.keys() == other.keys()
+        assert all((one[k] == other[k]).all() for k in one)
+
+
+def test_a_model_without_such_schemes_is_not_run(tmp_path: Path) -> None:
+    given = options(dtype="int8-wo")
+    model = prepared(tmp_path, "llama", given)
+    assert calibrated(model, given) == Calibration(Choices(), 0, ())
+
+
+def test_inputs_that_no_scale_reaches_are_told(tmp_path: Path) -> None:
+    given = options(dtype="awq-g32")
+    model = prepared(tmp_path, "gpt2", given)
+    found = calibrated(model, given)
+    assert found.unscaled == ("transformer.h.0.mlp.c_proj", "transformer.h.1.mlp.c_proj")  # behind a gelu
+    assert {"h0.mlp.c_proj.weight", "h0.attn.c_attn.weight"} <= {
+        n.replace("transformer.", "") for n in found.choices.clips
+    } or found.choices.clips
+
+
+def test_weights_that_the_checkpoint_holds_in_codes_stay(tmp_path: Path) -> None:
+    native = {f"model.layers.0.mlp.{n}_proj.weight": "awq-g32" for n in ("gate", "up", "down")}
+    given = options(dtype="awq-g32", quant=QuantConfig("awq-g32", native=native))
+    model = prepared(tmp_path, "llama", given)
+    found = calibrated(model, given).choices
+    assert not [name for name in (*found.scales, *found.clips, *found.offsets) if name.startswith("l0.mlp")]
+    assert "l0.post_attention_layernorm.mul.2" not in found.scales
+    assert "l1.mlp.down_proj.weight" in found.clips
+
+
+def test_an_activation_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    given = options(dtype="awq-g32")
+    model = prepared(tmp_path, "llama", given)
+    read, huge = model.source.read, np.float32(3e38)
+
+    def spoilt(name: str) -> np.ndarray:
+        array = read(name)
+        return array * 0 + huge if name == "model.layers.0.mlp.up_proj.weight" else array
+
+    model.source.read = spoilt  # type: ignore[method-assign]
+    model.source.read_rows = lambda name, start, stop: spoilt(name)[start:stop]  # type: ignore[method-assign]
+    with pytest.raises(
+        PlancError, match=r"what model\.layers\.0\.mlp\.down_proj reads holds NaN or infinity \(%l0\.mlp"
+    ):
+        calibrated(model, given)

@@ -1,0 +1,113 @@
+"""The searches: errors are those of the schemes themselves, and what is chosen lowers the error of products."""
+
+import numpy as np
+import pytest
+import torch
+
+from planc.compiler.calibrate import awq, smooth
+from planc.compiler.calibrate.stats import SAMPLE, Collector, Stats
+from planc.compiler.ir.quant import quantize_rows, scheme
+
+GROUPS = scheme("awq-g32")
+
+
+def given_back(w: np.ndarray, clip: np.ndarray | None = None, name: str = "awq-g32") -> np.ndarray:
+    row = scheme(name)
+    return row.dequantize(*(row.part(w, p, clip) for p in row.parts))
+
+
+def uneven(rows: int, features: int) -> np.ndarray:
+    """Activations of which some features are far larger than the others."""
+    rng = np.random.default_rng(0)
+    size = np.exp(1.5 * rng.standard_normal(features))
+    return (rng.standard_normal((rows, features)) * size).astype(np.float32)
+
+
+def stats(x: np.ndarray, name: str = "awq-g32") -> Stats:
+    made = Collector(x.shape[1], 2, scheme(name))
+    half = len(x) // 2
+    made.add(x[:half])
+    made.add(x[half:])
+    return made.done()
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("features", [96, 80])
+def test_rounding_is_that_of_the_scheme(features: int, clipped: bool) -> None:
+    w = np.random.default_rng(1).standard_normal((40, features)).astype(np.float32)
+    w[3] = 0
+    w[4] = np.abs(w[4])
+    wide = awq.grouped(torch.from_numpy(w), GROUPS)
+    low, high = wide.amin(-1).clamp(max=0), wide.amax(-1).clamp(min=0)
+    clip = np.full((-(-features // 32), 40), 0.9, np.float32) if clipped else None
+    if clipped:
+        low, high = low.clamp(min=-0.9), high.clamp(max=0.9)
+    got = awq.affine(wide, low, high, GROUPS).transpose(0, 1).reshape(40, -1)[:, :features]
+    np.testing.assert_array_equal(got.numpy(), given_back(w, clip))
+
+
+def test_statistics_leave_out_the_first_row_of_a_window() -> None:
+    x = uneven(40, 64)
+    x[[0, 20]] = 1e6
+    made = stats(x)
+    rest = np.delete(x, [0, 20], axis=0)
+    np.testing.assert_allclose(made.size, np.abs(rest).mean(0), rtol=1e-2)
+    np.testing.assert_allclose(made.mean, rest.mean(0), rtol=1e-2)
+    np.testing.assert_allclose(made.peak, np.abs(rest).max(0), rtol=1e-2)
+    assert made.gram is not None
+    np.testing.assert_allclose(made.gram[1], np.cov(rest[:, 32:].T, bias=True), rtol=1e-4, atol=1e-3)
+    assert (made.size.view(np.uint32) & 0xFFFF == 0).all()  # bfloat16's digits
+    sample = stats(uneven(4000, 32), "int8").sample
+    assert sample is not None
+    assert len(sample) == SAMPLE
+
+
+def test_the_error_is_that_of_the_product_within_groups() -> None:
+    x = uneven(200, 32)
+    w = np.random.default_rng(1).standard_normal((16, 32)).astype(np.float32)
+    made = stats(x)
+    rest = np.delete(x, [0, 100], axis=0)
+    want = np.var(rest @ (given_back(w) - w).T, axis=0).sum()
+    assert awq.error(torch.from_numpy(w), awq.scaled_gram(made, np.ones(32, np.float32)), GROUPS) == pytest.approx(
+        want, rel=1e-3
+    )
+
+
+def test_a_range_shrinks_only_where_that_helps() -> None:
+    x = uneven(400, 64)
+    w = np.random.default_rng(1).standard_t(3, (32, 64)).astype(np.float32)
+    made = stats(x)
+    gram = awq.scaled_gram(made, np.ones(64, np.float32))
+    clip, lost = awq.clips(w, gram, made.mean, GROUPS)
+    assert clip.shape == (2, 32)
+    assert 0 < np.isinf(clip).mean() < 1
+    before, after = (np.var(x @ (given_back(w, c) - w).T, axis=0) for c in (None, clip))
+    assert after.sum() < 0.9 * before.sum()
+    np.testing.assert_allclose(lost, (w - given_back(w, clip)) @ made.mean, rtol=1e-2, atol=1e-3)
+    untouched = np.isinf(clip).all(axis=0)
+    np.testing.assert_array_equal(after[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("name", ["awq-g32", "int8"])
+def test_some_candidate_lowers_the_error_of_uneven_inputs(name: str) -> None:
+    x, row = uneven(400, 64), scheme(name)
+    w = np.random.default_rng(1).standard_normal((48, 64)).astype(np.float32)
+    made = stats(x, name)
+    tried = awq.candidates(made.size) if row.zeros else smooth.candidates(made.peak, np.abs(w).max(0))
+    errors = [_measured(x, w, s, name) for s in (np.ones(64, np.float32), *tried)]
+    assert min(errors) < 0.7 * errors[0]
+
+
+def _measured(x: np.ndarray, w: np.ndarray, s: np.ndarray, name: str) -> float:
+    wide, rows = given_back(w * s, name=name), x / s
+    if scheme(name).act:
+        codes, scale = quantize_rows(rows, "i8")
+        rows = codes * scale[:, None]
+    return float(np.square(rows @ wide.T - x @ w.T).sum())
+
+
+def test_the_error_of_8_bits_is_that_of_the_scheme() -> None:
+    x, w = uneven(50, 64), np.random.default_rng(1).standard_normal((48, 64)).astype(np.float32)
+    s = np.linspace(0.5, 2, 64).astype(np.float32)
+    got = smooth.error(*(torch.from_numpy(a) for a in (w, x, s)))
+    assert got == pytest.approx(_measured(x, w, s, "int8"), rel=1e-3)
