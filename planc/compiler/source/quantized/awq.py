@@ -71,8 +71,9 @@ def _packed(stored: Stored, module: str, group: int) -> Packed:
 def _unpacked(words: Array, start: int, stop: int) -> Array:
     """u8[stop - start, m]: rows `start` to `stop` of what i32[m, N/8] holds."""
     first, last = start // _A_WORD, -(-stop // _A_WORD)
-    found = bits.fields(words[:, first:last], _BITS)
-    ordered = np.empty_like(found)
-    ordered[..., list(ORDER)] = found
-    columns = ordered.reshape(len(words), -1).T
-    return np.ascontiguousarray(columns[start - first * _A_WORD : stop - first * _A_WORD])
+    out = np.empty((last - first, _A_WORD, len(words)), np.uint8)
+    for at in range(first, last, bits.TILE):
+        found = bits.fields(words[:, at : min(at + bits.TILE, last)], _BITS)
+        for field, column in enumerate(ORDER):
+            out[at - first : at - first + found.shape[1], column] = found[..., field].T
+    return out.reshape(-1, len(words))[start - first * _A_WORD : stop - first * _A_WORD]

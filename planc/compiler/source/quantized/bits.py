@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, Any]
+TILE = 32  # columns of words transposed at a time: they stay in the cache
 
 
 def fields(words: Array, bits: int) -> Array:
@@ -32,7 +33,11 @@ def rows(words: Array, bits: int) -> Array:
 
 def columns(words: Array, bits: int) -> Array:
     """[m, n] words whose fields follow one another along the first axis: u8[n, m * 32 / bits]."""
-    return np.ascontiguousarray(fields(words, bits).transpose(1, 0, 2)).reshape(words.shape[1], -1)
+    m, n = words.shape
+    out = np.empty((n, m, 32 // bits), np.uint8)
+    for at in range(0, n, TILE):
+        out[at : at + TILE] = fields(words[:, at : at + TILE], bits).transpose(1, 0, 2)
+    return out.reshape(n, -1)
 
 
 def signed(codes: Array) -> Array:

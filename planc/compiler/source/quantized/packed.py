@@ -100,19 +100,26 @@ class Packed:
         """f32 rows [n, K] in order, stacks one after another."""
         codes, scales = self._checked_codes(start, stop), self._checked_scales(start, stop)
         zeros = self._zeros(start, stop) if self.zeros else None
-        k, step = self.shape[-1], max(1, PIECE // self.shape[-1])
-        groups = np.arange(k) // self.group if self.order is None else self.order
+        k, step = self.shape[-1], max(1, PIECE // 4 // self.shape[-1])
+        groups = self._groups()
         flat, s = codes.reshape(-1, k), scales.reshape(-1, scales.shape[-1])
         z = None if zeros is None else zeros.reshape(s.shape)
         for at in range(0, prod(codes.shape[:-1]), step):
             rows = slice(at, at + step)
             wide = flat[rows].astype(np.float32) if self.table is None else self.table[flat[rows]]
             if z is not None:
-                wide -= _spread(z[rows], groups)
+                _grouped(wide, z, groups)[...] -= _spread(z[rows], groups)
             elif self.offset:
                 wide -= np.float32(self.offset)
-            wide *= _spread(s[rows], groups)
+            _grouped(wide, s, groups)[...] *= _spread(s[rows], groups)
             yield wide
+
+    def _groups(self) -> Array | None:
+        """Each column's group where they are not equal runs."""
+        k = self.shape[-1]
+        if self.order is None and k % self.group == 0:
+            return None
+        return np.arange(k) // self.group if self.order is None else self.order
 
     def _zeros(self, start: int, stop: int) -> Array:
         assert self.zeros is not None
@@ -131,8 +138,14 @@ class Packed:
         return scales
 
 
-def _spread(rows: Array, groups: Array) -> Array:
-    return rows if rows.shape[1] == 1 else rows[:, groups]
+def _grouped(wide: Array, rows: Array, groups: Array | None) -> Array:
+    """[n, K] seen as [n, G, K/G] where groups are equal runs."""
+    return wide.reshape(len(wide), rows.shape[1], -1) if groups is None else wide
+
+
+def _spread(rows: Array, groups: Array | None) -> Array:
+    """What stands beside `_grouped`."""
+    return rows[..., None] if groups is None else rows[:, groups]
 
 
 def grouped(base: str, group: int, k: int) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from planc.compiler.reference import reference_logits
 from planc.compiler.source import open_source
 from planc.compiler.source.quantized import METHODS, REFUSED
 from planc.errors import PlancError
-from tests.compiler.source.quantized.checkpoints import awq, random_weight, replace, restate, write
+from tests.compiler.source.quantized.checkpoints import awq, gptq, random_weight, replace, restate, write
 from tests.compiler.source.test_wild import parent
 from tests.models import tiny
 
@@ -72,6 +74,34 @@ def test_an_older_name_of_the_field(tmp_path: Path) -> None:
     stated = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(stated | dict(compression_config=dict(quant_method="novel"))))
     assert "is quantized (novel)" in refusal(folder)
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], Any]] = {
+    "awq": (AWQ, awq),
+    "gptq": (dict(quant_method="gptq", bits=4, group_size=32), partial(gptq, bits=4)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reading_takes_the_floats_and_little_beside(layout: str, tmp_path: Path) -> None:
+    """The packed words are an eighth of the floats, the codes a quarter; floats are made some rows at a time."""
+    config, pack = LAYOUTS[layout]
+    name, small = "model.layers.0.mlp.up_proj.weight", dict(num_hidden_layers=1, tokenizer=False)
+    folder = tiny("llama", tmp_path, hidden_size=1024, intermediate_size=2048, **small)
+    write(folder, config, partial(random_weight, bits=4, group=32, rng=np.random.default_rng(0)), pack, (name,))
+    with open_source(str(folder)) as source:
+        size = source.tensors[name].nbytes
+        ways: dict[float, Callable[[], object]] = {
+            1.5: lambda: source.read(name),
+            0.5: lambda: sum(piece.size for piece in source.read_pieces(name)),
+            0.45: lambda: source.read(f"{name}:q"),
+        }
+        for most, way in ways.items():
+            tracemalloc.start()
+            way()
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert peak < most * size + (3 << 20), most
 
 
 @pytest.mark.parametrize("inside", [False, True])
