@@ -8,8 +8,8 @@ from planc.compiler.ir.graph import Node
 
 Fits = Callable[[Node, Types], bool]
 _CACHE = "f32 [T, heads, D] and a cache of f32 or bf16 whose block size is a multiple of 16"
-_SCALED_CACHE = "f32 [T, heads, D] and a cache of i8 or f8e4m3 with scales, whose block size is a multiple of 16"
-_CACHE_ELEMENTS = {"f32": "float", "bf16": "uint16_t", "i8": "int8_t", "f8e4m3": "planc::F8"}
+_SCALED_CACHE = "f32 [T, heads, D] and a cache of i8 or f8e3m4 with scales, whose block size is a multiple of 16"
+_CACHE_ELEMENTS = {"f32": "float", "bf16": "uint16_t", "i8": "int8_t", "f8e3m4": "planc::F8E3M4"}
 _PARTS = ("k_offset", "v_offset")
 _SCALED_PARTS = (*_PARTS, "k_scale_offset", "v_scale_offset")
 
@@ -70,7 +70,7 @@ def _cache_fits(node: Node, types: Types) -> bool:
 
 
 def _scaled_cache_fits(node: Node, types: Types) -> bool:
-    return node.attr("dtype") in ("i8", "f8e4m3") and _num(node, "block") % 16 == 0
+    return node.attr("dtype") in ("i8", "f8e3m4") and _num(node, "block") % 16 == 0
 
 
 def _scaled(node: Node) -> bool:

@@ -113,7 +113,7 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda m: m["kind"])
-@pytest.mark.parametrize("dtype", ["f32", "bf16", "f8e4m3", "i8"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f8e3m4", "i8"])
 def test_paged_attention_is_attention_over_the_prompt(mask: dict[str, Attr], dtype: str) -> None:
     """Two layers that share keys and values; a cache of fewer bits rounds them."""
     rng = np.random.default_rng(0)

@@ -1,5 +1,7 @@
 """The same tokens every time: a sequence's logits are equal to the bit, whatever else runs and however it is cut."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.e2e.rig import run
 
-CASES = [
+CASES = [  # architecture, dtype, cache
     ("llama", "f32"),
     ("llama", "bf16"),
     ("llama", "int8"),
@@ -20,7 +22,17 @@ CASES = [
     ("bloom", "bf16"),  # alibi
     ("gpt2", "f32"),  # learned positions
     ("deepseek_v3", "f32"),  # latent attention, experts
+    ("llama", "bf16", "fp8"),  # caches in 8 bits
+    ("llama", "bf16", "int8"),
+    ("deepseek_v3", "f32", "fp8"),
+    ("deepseek_v3", "f32", "int8"),
+    ("bloom", "f32", "int8"),
 ]
+
+
+def plan_of(plan, case: tuple[str, ...]) -> Path:
+    arch, dtype, *kv = case
+    return plan(arch, dtype, kv=kv[0] if kv else "auto")
 
 
 def prompts_of(seed: int, lengths: list[int]) -> list[list[int]]:
@@ -28,11 +40,11 @@ def prompts_of(seed: int, lengths: list[int]) -> list[list[int]]:
     return [rng.integers(4, 330, n).tolist() for n in lengths]
 
 
-@pytest.mark.parametrize(("arch", "dtype"), CASES)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(seed=st.integers(0, 10**6), length=st.integers(1, 150))
-def test_logits_are_bit_equal(plan, arch: str, dtype: str, seed: int, length: int) -> None:
-    path = plan(arch, dtype)
+def test_logits_are_bit_equal(plan, case: tuple[str, ...], seed: int, length: int) -> None:
+    path = plan_of(plan, case)
     rng = np.random.default_rng(seed)
     prompt, *others = prompts_of(seed, [length, *rng.integers(1, 120, 15).tolist()])
     alone = run(path, [prompt])
@@ -53,10 +65,10 @@ def test_logits_are_bit_equal(plan, arch: str, dtype: str, seed: int, length: in
     assert cached.prefix_hits == (length - 1) // 16 * 16
 
 
-@pytest.mark.parametrize(("arch", "dtype"), CASES)
-def test_logits_are_bit_equal_after_preemption(plan, arch: str, dtype: str) -> None:
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_logits_are_bit_equal_after_preemption(plan, case: tuple[str, ...]) -> None:
     prompts = prompts_of(1, [40, 33, 47, 38])
-    path = plan(arch, dtype)
+    path = plan_of(plan, case)
     apart = [run(path, [p], max_tokens=40) for p in prompts]
     together = run(path, prompts, max_tokens=40, blocks=13)
     assert together.preemptions > 0

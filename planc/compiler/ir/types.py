@@ -25,6 +25,7 @@ DTYPES: dict[str, np.dtype] = {
     "f16": np.dtype(np.float16),
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "f8e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "f8e3m4": np.dtype(ml_dtypes.float8_e3m4),
     "i8": np.dtype(np.int8),
     "u4": np.dtype(np.uint8),  # one code 0..15 a byte, until it is packed
     "u8": np.dtype(np.uint8),

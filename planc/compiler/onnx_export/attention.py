@@ -36,8 +36,15 @@ def _narrowed(e: Emitter, x: str, dtype: str) -> str:
     scale = e.op("Div", e.op("ReduceMax", e.op("Abs", x), e.ints(-1)), e.const(limit))
     divisor = e.op("Where", e.op("Equal", scale, e.const(0.0)), e.const(1.0), scale)
     ratio = e.op("Clip", e.op("Div", x, divisor), e.const(-limit), e.const(limit))
-    codes = e.op("Round", ratio) if dtype == "i8" else e.cast(e.cast(ratio, dtype), "f32")
-    return e.op("Mul", codes, scale)
+    return e.op("Mul", e.op("Round", ratio) if dtype == "i8" else _e3m4(e, ratio), scale)
+
+
+def _e3m4(e: Emitter, x: str) -> str:
+    """float32 rounded as e3m4, which ONNX does not have: to five bits, below 0.25 to multiples of 2^-6."""
+    high = e.op("Mul", x, e.const(2.0**19 + 1))
+    coarse = e.op("Sub", high, e.op("Sub", high, x))  # the low 19 of 24 bits cancel
+    fine = e.op("Div", e.op("Round", e.op("Mul", x, e.const(64.0))), e.const(64.0))
+    return e.op("Where", e.op("Less", e.op("Abs", x), e.const(0.25)), fine, coarse)
 
 
 def _keys(e: Emitter, k: str) -> str:

@@ -11,7 +11,7 @@ from planc.compiler.ir.types import DTYPES, TensorType
 HEADS, QUERIES, K_DIM, V_DIM, BLOCK = 2, 6, 8, 5, 16
 SCALES = 4 * HEADS * BLOCK
 PAGE = HEADS * BLOCK * (K_DIM + V_DIM) * 4 + 64
-SCALED = ("f8e4m3", "i8")
+SCALED = ("f8e3m4", "i8")
 
 
 def attrs_of(mask, dtype="f32"):
@@ -33,8 +33,8 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
             scale = np.abs(x[at]).max() / np.float32(127)
             out[at] = np.round(x[at] / scale) * scale
         else:
-            scale = np.abs(x[at]).max() / np.float32(448)
-            out[at] = (x[at] / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
+            scale = np.abs(x[at]).max() / np.float32(15.5)
+            out[at] = (x[at] / scale).astype(ml_dtypes.float8_e3m4).astype(np.float32) * scale
     return out
 
 
@@ -72,7 +72,7 @@ def test_appending_touches_the_codes_and_scales_of_its_slots_alone(dtype) -> Non
     assert len(changed) <= HEADS * (K_DIM + V_DIM + 2 * 4)
     scales = [cache[2, at : at + SCALES].view(np.float32).reshape(HEADS, BLOCK)[:, 5]
               for at in (kv_attrs["k_scale_offset"], kv_attrs["v_scale_offset"])]  # fmt: skip
-    limit = np.float32(448 if dtype == "f8e4m3" else 127)
+    limit = np.float32(15.5 if dtype == "f8e3m4" else 127)
     np.testing.assert_array_equal(scales[0], [np.nan, np.float32(1) / limit])
     np.testing.assert_array_equal(scales[1], [np.float32(2) / limit, 0.0])
 

@@ -13,7 +13,7 @@ struct CacheParts {
     void *keys, *values, *key_scales, *value_scales;
 };
 
-// Config: Element (float, uint16_t for bf16, int8_t or F8), KV_HEADS, K_DIM, V_DIM, BLOCK_SIZE, PAGE_BYTES.
+// Config: Element (float, uint16_t for bf16, int8_t or F8E3M4), KV_HEADS, K_DIM, V_DIM, BLOCK_SIZE, PAGE_BYTES.
 template <class Config>
 struct Cache {
     using Element = typename Config::Element;

@@ -14,6 +14,10 @@ namespace planc {
 struct F8 {
     uint8_t bits;
 };
+// An element in f8e3m4: a bit of exponent less (bias 3), one of mantissa more.
+struct F8E3M4 {
+    uint8_t bits;
+};
 
 // LIMIT: the largest magnitude of a code. `widen` gives codes times UNIT, a power of two.
 template <class Element>
@@ -28,26 +32,41 @@ struct Codes<int8_t> {
     static PLANC_INLINE VecI of(Vec x) { return to_int(detail::round_nearest(x)); }
 };
 
-template <>
-struct Codes<F8> {
+template <int MANTISSA, int BIAS>
+struct FloatCodes {
     static constexpr bool SCALED = true;
-    static constexpr float LIMIT = 448.0f, UNIT = 0x1p-8f;
-    // Ties to even. Below 2^-6 the codes are multiples of 2^-9.
+    static constexpr float UNIT = 1.0f / float(1 << (15 - BIAS)), LEAST = 2.0f / float(1 << BIAS);
+    static PLANC_INLINE Vec widen(const uint8_t* p) { return widen_f8<MANTISSA>(p); }
+    // Ties to even. Below LEAST, the smallest with a hidden bit, codes are equally far apart.
     static PLANC_INLINE VecI of(Vec x) {
+        constexpr int DROPPED = 23 - MANTISSA;
         const VecI bits = as_int(x), magnitude = bits & splat_int(0x7fffffff);
-        const VecI odd = shift_right<20>(magnitude) & splat_int(1);
-        const VecI normal = shift_right<20>(magnitude + splat_int(0x7ffff) + odd) - splat_int(120 << 3);
-        const VecI tiny = to_int(detail::round_nearest(as_float(magnitude) * splat(512.0f)));
-        const VecI code = select(less(as_float(magnitude), splat(0x1p-6f)), tiny, normal);
+        const VecI odd = shift_right<DROPPED>(magnitude) & splat_int(1);
+        const VecI rounded = magnitude + splat_int((1 << (DROPPED - 1)) - 1) + odd;
+        const VecI normal = shift_right<DROPPED>(rounded) - splat_int((127 - BIAS) << MANTISSA);
+        const VecI tiny = to_int(detail::round_nearest(as_float(magnitude) * splat(float(1 << MANTISSA) / LEAST)));
+        const VecI code = select(less(as_float(magnitude), splat(LEAST)), tiny, normal);
         return code | (shift_right<24>(bits) & splat_int(0x80));
     }
 };
+template <>
+struct Codes<F8> : FloatCodes<3, 7> {
+    static constexpr float LIMIT = 448.0f;
+};
+template <>
+struct Codes<F8E3M4> : FloatCodes<4, 3> {
+    static constexpr float LIMIT = 15.5f;
+};
 
-PLANC_INLINE Vec load_as_float(const F8* p) { return widen_f8(&p->bits); }
-PLANC_INLINE Vec load_as_float(const F8* p, int n) {
+template <class Float8, class = decltype(&Codes<Float8>::widen)>
+PLANC_INLINE Vec load_as_float(const Float8* p) {
+    return Codes<Float8>::widen(&p->bits);
+}
+template <class Float8, class = decltype(&Codes<Float8>::widen)>
+PLANC_INLINE Vec load_as_float(const Float8* p, int n) {
     uint8_t padded[LANES] = {};
     std::memcpy(padded, p, size_t(n));
-    return widen_f8(padded);
+    return Codes<Float8>::widen(padded);
 }
 
 namespace detail {

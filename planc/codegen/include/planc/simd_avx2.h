@@ -112,13 +112,16 @@ PLANC_INLINE VecI widen_u16(const uint16_t* p) {
     return {_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1))};
 }
 PLANC_INLINE VecI widen_i8(const int8_t* p) {
-    __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return {_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(x, x))};
+    const __m128i *lo = reinterpret_cast<const __m128i*>(p), *hi = reinterpret_cast<const __m128i*>(p + 8);
+    return {_mm256_cvtepi8_epi32(_mm_loadl_epi64(lo)), _mm256_cvtepi8_epi32(_mm_loadl_epi64(hi))};
 }
-// Sixteen e4m3 codes as 1/256 of what they mean: as halves, whose exponent is biased by 8 more, and back up.
+// Sixteen codes of a sign, an exponent and MANTISSA bits (e4m3, e3m4) as halves, up to the difference of their biases: the
+// sign, then exponent and mantissa, move to where a half has them. No code may be a NaN or an infinity.
+template <int MANTISSA>
 PLANC_INLINE Vec widen_f8(const uint8_t* p) {
+    constexpr int UP = 10 - MANTISSA;
     const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(int16_t(0xbf80u)));
+    const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, UP), _mm256_set1_epi16(int16_t(0x8000 | (0x7f << UP))));
     return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
 }
 // The low 16 bits of each lane.

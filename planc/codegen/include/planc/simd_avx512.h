@@ -81,10 +81,13 @@ PLANC_INLINE VecI widen_u16(const uint16_t* p) {
 PLANC_INLINE VecI widen_i8(const int8_t* p) {
     return {_mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
-// Sixteen e4m3 codes as 1/256 of what they mean: as halves, whose exponent is biased by 8 more, and back up.
+// Sixteen codes of a sign, an exponent and MANTISSA bits (e4m3, e3m4) as halves, up to the difference of their biases: the
+// sign, then exponent and mantissa, move to where a half has them. No code may be a NaN or an infinity.
+template <int MANTISSA>
 PLANC_INLINE Vec widen_f8(const uint8_t* p) {
+    constexpr int UP = 10 - MANTISSA;
     const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(int16_t(0xbf80u)));
+    const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, UP), _mm256_set1_epi16(int16_t(0x8000 | (0x7f << UP))));
     return {_mm512_maskz_cvtph_ps(0xffff, halves)};
 }
 // The low 16 bits of each lane.

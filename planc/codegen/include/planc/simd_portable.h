@@ -148,14 +148,16 @@ PLANC_INLINE VecI widen_i8(const int8_t* p) {
     PLANC_EACH(i) for (int k = 0; k < 4; ++k) r.v[i][k] = p[4 * i + k];
     return r;
 }
-// Sixteen e4m3 codes as 1/256 of what they mean; those below 2^-6 have no hidden bit.
+// Sixteen codes of a sign, an exponent and MANTISSA bits (e4m3, e3m4) as halves, up to the difference of their biases. The
+// smallest have no hidden bit. No code may be a NaN or an infinity.
+template <int MANTISSA>
 PLANC_INLINE Vec widen_f8(const uint8_t* p) {
     VecI code;
     PLANC_EACH(i) for (int k = 0; k < 4; ++k) code.v[i][k] = p[4 * i + k];
     const VecI magnitude = code & splat_int(0x7f);
-    const Vec tiny = to_float(magnitude) * splat(0x1p-17f);
-    const Vec normal = as_float(shift_left<20>(magnitude) + splat_int(112 << 23));
-    const Vec value = select(less(magnitude, splat_int(8)), tiny, normal);
+    const Vec tiny = to_float(magnitude) * splat(0x1p-14f / float(1 << MANTISSA));
+    const Vec normal = as_float(shift_left<23 - MANTISSA>(magnitude) + splat_int(112 << 23));
+    const Vec value = select(less(magnitude, splat_int(1 << MANTISSA)), tiny, normal);
     return as_float(as_int(value) | shift_left<24>(code & splat_int(0x80)));
 }
 // The low 16 bits of each lane.
