@@ -63,6 +63,7 @@ def dequantized(source: ModelSource) -> ModelSource:
     try:
         stated = _stated(source)
         if stated is None:
+            _check_plain(source)
             return source
         method = _method(source, stated)
         found = METHODS[method](Stored(source), stated)
@@ -75,6 +76,15 @@ def dequantized(source: ModelSource) -> ModelSource:
     except BaseException:
         source.close()
         raise
+
+
+def _check_plain(source: ModelSource) -> None:
+    """Older tools wrote what is in the weights to a file of their own, which transformers does not read either."""
+    if packed := next((name for name in source.tensors if name.endswith(".qweight")), None):
+        raise PlancError(
+            f"{source.path}: {packed} is a quantized weight, and config.json does not say how it was made. Put the "
+            'fields of quantize_config.json below "quantization_config" there, with "quant_method": "gptq" or "awq".'
+        )
 
 
 def _stated(source: ModelSource) -> dict[str, Any] | None:

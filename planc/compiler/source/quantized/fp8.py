@@ -13,7 +13,7 @@ from planc.errors import PlancError
 
 CODES = ("f8e4m3",)
 _SCALES = (*FLOATS, "f8e8m0")
-_ENDING = "_scale_inv"
+_ENDING, _OTHER = "_scale_inv", "_scale"
 
 _FIELDS: dict[str, Any] = {
     "quant_method": None,
@@ -28,16 +28,14 @@ _FIELDS: dict[str, Any] = {
 
 
 def find(stored: Stored, stated: dict[str, Any]) -> Found:
-    """Every tensor with a `_scale_inv` beside it; one of E4M3 without is damaged."""
+    """Every tensor of E4M3, with its scales beside it under one of two names; both multiply."""
     check_fields(stored.path, "fp8", stated, _FIELDS)
     block = _block(stored, stated.get("weight_block_size"))
     found = Found()
-    for name in stored.named(_ENDING):
-        found.weights[name] = scaled(stored, name, name + _ENDING, block, "fp8")
-        found.hidden.add(name + _ENDING)
-    for name, info in stored.source.tensors.items():
-        if info.dtype in CODES and name not in found.weights:
-            stored.info(name + _ENDING, _SCALES)
+    for name in [name for name, info in stored.source.tensors.items() if info.dtype in CODES]:
+        scales = name + (_OTHER if stored.has(name + _OTHER) else _ENDING)
+        found.weights[name] = scaled(stored, name, scales, block, "fp8")
+        found.hidden.add(scales)
     hide_static(stored, found, (".activation_scale", ".input_scale"))
     return found
 

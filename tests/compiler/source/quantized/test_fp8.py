@@ -129,6 +129,19 @@ def replace(folder: Path, tensors: dict[str, torch.Tensor], without: str = "") -
     save_file(found, folder / "model.safetensors", {"format": "pt"})
 
 
+def test_another_name_of_the_scales(folder: Path) -> None:
+    """AutoFP8's, which vLLM reads."""
+    tensors = load_file(folder / "model.safetensors")
+    with open_source(str(folder)) as source:
+        expected = {name: source.read(name) for name in source.plain_names}
+    renamed = {name.replace("weight_scale_inv", "weight_scale"): t for name, t in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    with open_source(str(folder)) as source:
+        assert set(source.plain_names) == set(expected)
+        for name, floats in expected.items():
+            np.testing.assert_array_equal(source.read(name), floats)
+
+
 def test_static_scales_are_said_to_be_unused(folder: Path) -> None:
     scale = {"model.layers.0.mlp.up_proj.activation_scale": torch.ones(())}
     replace(folder, scale)

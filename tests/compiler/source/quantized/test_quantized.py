@@ -69,6 +69,13 @@ def test_a_config_that_is_no_object(tmp_path: Path) -> None:
     assert "quantization_config of config.json is no object" in refusal(folder)
 
 
+def test_packed_weights_without_a_config(tmp_path: Path) -> None:
+    folder = tiny("llama", tmp_path, tokenizer=False)
+    write(folder, AWQ, partial(random_weight, bits=4, group=32, rng=np.random.default_rng(0)), awq)
+    restate(folder, {})
+    assert "mlp.down_proj.qweight is a quantized weight, and config.json does not say how" in refusal(folder)
+
+
 def test_an_older_name_of_the_field(tmp_path: Path) -> None:
     folder = tiny("llama", tmp_path, tokenizer=False)
     stated = json.loads((folder / "config.json").read_text())
