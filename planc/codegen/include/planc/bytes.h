@@ -32,7 +32,7 @@ PLANC_INLINE VecI dot_halves(VecI a, VecI b, VecI sum) {
 
 // table[code] for each byte, a code of 0..15.
 PLANC_INLINE VecI look_up_bytes(const int8_t (&table)[16], VecI codes) {
-    const __m512i wide = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    const __m512i wide = _mm512_maskz_broadcast_i32x4(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
     return {_mm512_shuffle_epi8(wide, codes.v)};
 }
 
