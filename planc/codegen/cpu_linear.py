@@ -14,7 +14,8 @@ _ELEMENTS = {"f32": "float", "bf16": "uint16_t", "i8": "int8_t", "f8e4m3": "plan
 
 
 def _scheme(node: Node) -> Scheme | None:
-    return scheme(str(node.attr("scheme"))) if node.op.startswith("q") else None
+    name = node.attr("scheme", "")
+    return scheme(str(name)) if name else None
 
 
 def _format(node: Node, w: TensorType) -> tuple[str, str] | None:
@@ -22,6 +23,8 @@ def _format(node: Node, w: TensorType) -> tuple[str, str] | None:
     row = _scheme(node)
     if row is None:
         return (_PLAIN[w.dtype], w.dtype) if w.dtype in _PLAIN else None
+    if row.codes == "u4" and row.group and int(w.shape[-1]) % row.group:
+        return None
     return _format_of_codes(row)
 
 

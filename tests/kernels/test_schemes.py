@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+from planc.codegen.target import parse
 from planc.compiler.ir.operands import operands
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.quant import scheme
 from planc.compiler.ir.types import DTYPES, PACKED_FOR, TensorType
+from planc.errors import PlancError
 from tests.kernels.harness import Case, Library, assert_close, assert_same_bits, case, f32, i32, tensor
 
 ROWS = (1, 2, 3, 5, 6, 7, 13, 23, 24, 48, 193, 300)
@@ -190,3 +192,8 @@ def test_embeddings_are_exact(library: Library, name: str) -> None:
     inside = (IDS >= 0) & (IDS < 130)
     np.testing.assert_array_equal(y[inside], reference(c, [*given[:-1], IDS[inside]]))
     assert (y[~inside] == 0).all()
+
+
+def test_a_group_that_does_not_divide_k_has_no_kernel() -> None:
+    with pytest.raises(PlancError, match="qlinear at top level has no kernel"):
+        linear("awq-g32", 64, 40).kernel(parse("cpu:portable"))

@@ -20,6 +20,13 @@ constexpr int PANEL_K = std::is_same_v<X, int8_t> ? 512 : 256;
 // more, as a power of two would put all rows into one set of the cache.
 constexpr int apart(int k, int per_float) { return (k + 63) / 64 * 64 / per_float + LANES; }
 
+// Floats of this thread's own, for the rows of one kernel at a time.
+inline float* thread_floats(size_t count) {
+    static thread_local std::vector<float> memory;
+    if (memory.size() < count) memory.resize(count);
+    return memory.data();
+}
+
 // y[0..count) = the numbers of codes.
 template <int ODD>
 PLANC_INLINE void widen_row(const F8* codes, int count, float* y) {
@@ -84,10 +91,7 @@ class WideRows : public Base {
 
     template <bool IN_PANELS>
     void prepare(Range rows, int k, int count) {
-        static thread_local std::vector<float> memory;
-        const size_t size = size_t(rows.end - rows.begin) * STRIDE<IN_PANELS>;
-        if (memory.size() < size) memory.resize(size);
-        wide_ = memory.data();
+        wide_ = detail::thread_floats(size_t(rows.end - rows.begin) * STRIDE<IN_PANELS>);
         first_row_ = rows.begin;
         first_k_ = k;
         for (int row = rows.begin; row < rows.end; ++row) {

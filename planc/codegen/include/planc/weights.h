@@ -19,8 +19,7 @@ PLANC_INLINE float f8_to_float(F8 code) {
 // A packed format holds GROUP consecutive k of 16 columns in each line. unpack<I> gives the group's k = I; times UNIT it is
 // the stored number. `at` is that of one lane, element k of its row. SCALED formats have f32 scales besides: one a column,
 // or one for each SCALE_K of its k where that is not 0. Those with ZEROS have as many zero points. X is what they multiply;
-// codes that multiply codes as integers are DOTS. BY_VECTOR: the k of
-// a line share work, and GROUP divides K.
+// codes that multiply codes as integers are DOTS. BY_VECTOR: the k of a line share work, and GROUP divides K.
 struct Plain {
     using X = float;
     static constexpr bool SCALED = false, ZEROS = false, DOTS = false, BY_VECTOR = false;
