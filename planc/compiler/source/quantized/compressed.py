@@ -14,7 +14,7 @@ from planc.compiler.source.quantized import bits
 from planc.compiler.source.quantized.compressed_config import Config, Group, parsed
 from planc.compiler.source.quantized.fp8 import hide_static, scaled
 from planc.compiler.source.quantized.layout import FLOATS, Found, Stored
-from planc.compiler.source.quantized.packed import Array, Packed, grouped
+from planc.compiler.source.quantized.packed import Array, Packed, Rows, grouped
 
 _STATIC = (".input_scale", ".input_zero_point", ".input_g_idx")
 
@@ -77,15 +77,15 @@ def _in_words(stored: Stored, module: str, group: Group) -> Packed:
 
 
 def _integers(
-    stored: Stored, module: str, group: Group, shape: tuple[int, int], codes: Any, channels: str | None
+    stored: Stored, module: str, group: Group, shape: tuple[int, int], codes: Rows, channels: str | None
 ) -> Packed:
     """Integer codes: i8, or u4 around 8 where `channels`, the scheme of i8 with a scale a channel, is None."""
     n, k = shape
     name, scales = f"{module}.weight", f"{module}.weight_scale"
     groups = 1 if group.strategy in ("tensor", "channel") else stored.divided(name, k, group.size)
-    held = stored.info(scales, FLOATS).shape
-    if held != ((n, groups) if group.strategy != "tensor" else (1,)) and not (group.strategy == "tensor" and not held):
-        raise stored.misshapen(scales, str([n, groups] if group.strategy != "tensor" else [1]))
+    grids = [(1,), ()] if group.strategy == "tensor" else [(n, groups)]
+    if stored.info(scales, FLOATS).shape not in grids:
+        raise stored.misshapen(scales, str(list(grids[0])))
     order = _order(stored, module, k, groups)
     zeros = None if group.symmetric else _zeros(stored, module, group, n, groups)
     if channels is None:
@@ -104,7 +104,7 @@ def _integers(
     )
 
 
-def _zeros(stored: Stored, module: str, group: Group, n: int, groups: int) -> Any:
+def _zeros(stored: Stored, module: str, group: Group, n: int, groups: int) -> Rows:
     """Zero points f32[N, G], in the codes' own numbers: packed ones lie along N, around the middle."""
     name = f"{module}.weight_zero_point"
     if not group.packed:
