@@ -1,6 +1,7 @@
 """The whole compile in order: in goes a request, out comes a published plan directory."""
 
 import platform
+import resource
 import tempfile
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -105,7 +106,9 @@ def build(request: BuildRequest, progress: Progress) -> schema.Plan:
                 first = passing(
                     first, _most(request, options), root, job.make, source, text, request.auto_mixed, progress
                 )
-            return store.seal(root, first.plan)
+            sealed = store.seal(root, first.plan)
+            store.write_log(root, progress.seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+            return sealed
 
 
 def _check_request(request: BuildRequest) -> Target:

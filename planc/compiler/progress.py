@@ -26,6 +26,7 @@ class Progress:
         self._console = Console(stderr=True, quiet=quiet, highlight=False)
         self._live = self._console.is_terminal and sys.stderr.isatty()
         self._bars: list[RichProgress] = []
+        self.seconds: dict[str, float] = {}  # of each stage that is done, in order
 
     def __enter__(self) -> "Progress":
         return self
@@ -99,4 +100,6 @@ class Progress:
         return bar, task
 
     def _done(self, name: str, start: float) -> None:
-        self.say(f"{name:<24} {time.perf_counter() - start:7.1f} s")
+        seconds = time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self.say(f"{name:<24} {seconds:7.1f} s")

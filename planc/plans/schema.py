@@ -158,7 +158,6 @@ class Calibration:
     """The text that chose how weights are rounded: its name as given, sha256 and the tokens that were run.
 
     Of `products` calibrated, `scaled` groups had their inputs scaled; `unscaled` are modules whose inputs could not be.
-    `seconds` it took, `peak_rss` bytes that the build held by then.
     """
 
     text: str
@@ -167,8 +166,6 @@ class Calibration:
     products: int
     scaled: int
     unscaled: tuple[str, ...]
-    seconds: float
-    peak_rss: int
 
 
 @dataclass(frozen=True)

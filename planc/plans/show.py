@@ -85,7 +85,6 @@ def _calibration(c: Calibration) -> Rows:
     rows = [
         ("text", f"{c.text}, {c.tokens:,} tokens, sha256 {c.text_sha256[:16]}"),
         ("products", f"{c.products}, their inputs scaled in {c.scaled} places"),
-        ("cost", f"{c.seconds:,.0f} s, the build's memory at {mib(c.peak_rss)} by then"),
     ]
     return rows + ([("inputs not scaled", f"{len(c.unscaled)}, first {c.unscaled[0]}")] if c.unscaled else [])
 

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from planc.plans.schema import SCHEMA_VERSION, Plan
 
 MANIFEST = "plan.json"
 GRAPH = "graph.ir"
+LOG = "build.json"  # how the build went: the one file that differs between two builds, and no part of the plan
 
 
 def sha256(path: Path) -> str:
@@ -60,8 +61,8 @@ def _digest(data: dict[str, Any]) -> str:
 
 
 def listing(root: Path) -> dict[str, str]:
-    """sha256 of every file below `root` but the manifest, by relative path, sorted."""
-    files = sorted(p for p in root.rglob("*") if p.is_file() and p != root / MANIFEST)
+    """sha256 of every file below `root` but the manifest and the log, by relative path, sorted."""
+    files = sorted(p for p in root.rglob("*") if p.is_file() and p not in (root / MANIFEST, root / LOG))
     return {p.relative_to(root).as_posix(): sha256(p) for p in files}
 
 
@@ -71,6 +72,12 @@ def seal(root: Path, plan: Plan) -> Plan:
     sealed = replace(sealed, digest=_digest(asdict(sealed)))
     (root / MANIFEST).write_text(to_json(sealed))
     return sealed
+
+
+def write_log(root: Path, seconds: Mapping[str, float], peak_rss: int) -> None:
+    """Writes build.json: seconds of each stage, the build's peak memory in bytes."""
+    rounded = {name: round(s, 2) for name, s in seconds.items()}
+    (root / LOG).write_text(json.dumps({"seconds": rounded, "peak_rss_bytes": peak_rss}, indent=1) + "\n")
 
 
 @contextmanager

@@ -4,8 +4,6 @@ A norm, a gated activation or values of attention give their scales to all produ
 is not known to keep a factor apart, or a checkpoint holds its codes already, the product is rounded as it is.
 """
 
-import resource
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,15 +62,13 @@ def calibrate_model(
 
     `text` is asked for, by the longest window, only where one does.
     """
-    start, first = time.perf_counter(), [p.name for p in PIPELINE].index("migrate")
+    first = [p.name for p in PIPELINE].index("migrate")
     graph, _ = run_passes(lifted, options, pipeline=PIPELINE[:first])
     if not _wanted(graph, options):
         return Choices(), None
     given = text(options.max_model_len)
     found = calibrate(graph, source, options, given, progress)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    seconds = round(time.perf_counter() - start, 1)
-    sums = (found.products, len(found.choices.scales), found.unscaled, seconds, peak)
+    sums = (found.products, len(found.choices.scales), found.unscaled)
     return found.choices, schema.Calibration(given.name, given.sha256, given.tokens, *sums)
 
 
