@@ -19,10 +19,10 @@ ROUNDS = 5  # candidates that are built and measured at most
 WORST = 5  # modules that an error names
 _AIM = 0.8  # of the limit that a prediction must stay below: modules' KL do not quite add up
 
-# Mean KL in nats, and the share by which perplexity may grow, that a working build of a scheme stays below: twice or more
-# of what small models lose, which lose more than large ones. SmolLM2-135M rounded to nearest in groups of 128 loses 0.37
-# nats and 26 % (int4-wo), by channel in 8 bits 0.005 nats and 0.5 % (int8-wo). What checkpoints hold in mxfp4 is read as
-# it is.
+# Mean KL in nats, and the share by which perplexity may grow, that a working build of a scheme stays below: twice or
+# more of what small models lose, which lose more than large ones. SmolLM2-135M rounded to nearest in groups of 128
+# loses 0.37 nats and 26 % (int4-wo), by channel in 8 bits 0.005 nats and 0.5 % (int8-wo). What checkpoints hold in
+# mxfp4 is read as it is.
 _MOST: Mapping[str, tuple[float, float]] = {
     "f32": (1e-4, 0.005),
     "bf16": (0.1, 0.1),

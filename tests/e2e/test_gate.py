@@ -143,7 +143,7 @@ def test_a_probe_measures_what_a_build_of_that_module_alone_loses(arch: str, tmp
     config.write_text(json.dumps({"default": "f32", "modules": {pattern: "int8-wo"}}))
     request = BuildRequest(
         str(source_of), folder / "wide", dtype="f32", max_model_len=64, max_num_seqs=16, max_num_batched_tokens=64,
-        reference="none",
+        reference="none", kv_cache_dtype="f32",
     )  # fmt: skip
     wide = build(request, Progress(quiet=True))
     one = build(replace(request, out=folder / "one", dtype="auto", quant_config=config), Progress(quiet=True))
@@ -160,7 +160,7 @@ def test_a_probe_measures_what_a_build_of_that_module_alone_loses(arch: str, tmp
         (group,) = probe.measure(weights, ids, lambda n: None)
     assert group.weights == tuple(weights)
     assert one.options.dtype == "f32"
-    assert group.kl == pytest.approx(want, rel=0.02, abs=1e-7)
+    assert group.kl == pytest.approx(want, rel=0.05, abs=2e-7)
     assert want > 1e-6
 
 
