@@ -12,6 +12,7 @@ import torch
 from planc.compiler.ir.quant import Scheme
 
 SAMPLE = 512  # rows kept of one input
+LONGEST = 4  # times the median length of a window's rows
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -47,9 +48,9 @@ class Collector:
         self._gram = None if row.act else np.zeros((-(-features // group), group, group))
 
     def add(self, x: np.ndarray) -> None:
-        """Rows [.., K] of a window. The first is left out: it is read by all others, and like no other."""
+        """Rows [.., K] of a window."""
         self._slots |= x.ndim > 2
-        rows = np.ascontiguousarray(x[1:].reshape(-1, x.shape[-1]))
+        rows = _bounded(x.reshape(-1, x.shape[-1]))
         sizes = np.abs(rows)
         self._size += sizes.sum(axis=0, dtype=np.float64)
         self._sum += rows.sum(axis=0, dtype=np.float64)
@@ -75,6 +76,18 @@ class Collector:
         groups, group, _ = gram.shape
         middle = np.pad(mean, (0, groups * group - len(mean))).reshape(groups, group)
         return np.asarray(gram - middle[:, :, None] * middle[:, None, :], np.float32)
+
+
+def _bounded(rows: np.ndarray) -> np.ndarray:
+    """Rows with the length of none beyond LONGEST times the usual.
+
+    A text's first token may be a thousand times as long as any other, in channels that others hardly use. All others
+    look at it, so that it must count, but its square must not be all that counts.
+    """
+    length = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=1))
+    most = LONGEST * np.median(length)
+    with np.errstate(invalid="ignore"):  # who asked will see that the sums are not finite
+        return np.asarray(rows * np.minimum(1, most / np.maximum(length, 1e-30)).astype(np.float32)[:, None])
 
 
 def _grams(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
