@@ -11,6 +11,9 @@ from tests.kernels.harness import case, f32, i32, joined, tensor
 
 KV = {"layer": 0, "heads": 2, "k_dim": 40, "v_dim": 40, "block": 16, "dtype": "bf16", "page_bytes": 8192}
 KV |= {"k_offset": 0, "v_offset": 4096, "kind": "sliding", "window": 9, "scale": 0.5, "softcap": 3.0}
+MASK = ("kind", "window", "scale", "softcap")
+SCALES = {"k_scale_offset": 3072, "v_scale_offset": 7168}
+APPENDED = (f32("T", 2, 40), f32("T", 2, 40), i32("T"), tensor("u8", "P", 8192))
 PAGED = (f32("T", 6, 40), tensor("u8", "P", 8192), i32("S", "M"), i32("S1"), i32("T"))
 QUANTIZED = {
     "int8": (tensor("i8", "T", 64), f32("T"), tensor("i8", 100, 64, layout="n64k4"), f32(100)),
@@ -26,6 +29,11 @@ CASES = [
     case("act_mul", f32("T", 20), f32("T", 20), act="gelu"),
     case("act_mul", f32("T", 20), f32("T", 20), act="gelu_tanh"),
     case("paged_attention", *PAGED, **KV),
+    *(case("paged_attention", *PAGED, **KV | SCALES | {"dtype": dtype}) for dtype in ("i8", "f8e3m4")),
+    *(
+        case("kv_append", *APPENDED, **{k: v for k, v in KV.items() if k not in MASK} | SCALES | {"dtype": dtype})
+        for dtype in ("i8", "f8e3m4")
+    ),
     *(case(op, f32("T", 20), f32("T", 20)) for op in ("pow", "ge", "ne", "remainder", "floor_divide")),
     *(case(op, i32("T", 20), i32("T", 1)) for op in ("ge", "remainder", "floor_divide")),
     *(case(op, f32("T", 20)) for op in ("round", "sign", "softmax", "cumsum", "amin", "argmax")),
