@@ -58,9 +58,13 @@ class Limits:
 
 
 def limits(storage: QuantConfig, kv_dtype: str, most_kl: float | None, most_ppl: float | None) -> Limits:
-    """The limits that were asked for, and else those of the widest error among the schemes in use."""
+    """The limits that were asked for, and else those of the widest error among the schemes in use.
+
+    The reference of a quantized checkpoint has its codes too, so where these alone are kept nothing is lost.
+    """
     names = {storage.default, *storage.kinds.values(), *(name for _, name in storage.modules)}
-    rows = [_MOST[re.sub(r"-g\d+$", "", name)] for name in names]
+    exact = {name for name in storage.native.values() if not SCHEMES[name].act}
+    rows = [_MOST["bf16" if name in exact else re.sub(r"-g\d+$", "", name)] for name in names]
     kl, ppl = (
         max(values) + more for values, more in zip(zip(*rows, strict=True), _KV_ADDS.get(kv_dtype, (0, 0)), strict=True)
     )

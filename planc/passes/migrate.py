@@ -18,6 +18,8 @@ from planc.passes.sites import PRODUCTS, Site, sites, weight_of
 def migrate(graph: Graph, options: Options) -> tuple[Graph, int]:
     """Applies the chosen scales and offsets; counts the sites."""
     choices = options.choices
+    if not choices.scales and not choices.offsets:
+        return graph, 0
     chosen = [s for s in sites(graph) if s.name in choices.scales]
     edit = _Edit(graph)
     for site in chosen:

@@ -65,6 +65,15 @@ def test_every_storage_has_limits_and_mixtures_take_the_widest() -> None:
     assert gate.limits(QuantConfig("int8"), "fp8", 0.01, 0.02) == Limits(0.01, 0.02)
 
 
+def test_codes_that_a_checkpoint_holds_may_cost_no_more_than_bf16() -> None:
+    of = lambda config: gate.limits(config, "bf16", None, None)  # noqa: E731
+    bf16 = of(QuantConfig("bf16"))
+    assert of(QuantConfig("awq-g64", native={"q": "awq-g64"})) == bf16
+    assert of(QuantConfig("int4-wo-g32", kinds={"head": "bf16"}, native={"q": "int4-wo-g32"})) == bf16
+    assert of(QuantConfig("fp8", native={"q": "fp8"})) == of(QuantConfig("fp8"))  # activations are rounded still
+    assert of(QuantConfig("awq-g64", (("up", "int4-wo"),), native={"q": "awq-g64"})) == of(QuantConfig("int4-wo"))
+
+
 def test_a_percentage_is_read_with_its_sign_and_without() -> None:
     assert gate.share("2%") == gate.share("2") == gate.share(" 2 % ") == 0.02
     assert gate.share("0.5") == 0.005

@@ -30,6 +30,7 @@ def plan(tmp_path_factory, model) -> BuildTiny:
         request = BuildRequest(
             str(model(arch)), out, dtype=dtype, target=target, max_model_len=256, max_num_seqs=16,
             max_num_batched_tokens=64, reference="none", kv_cache_dtype=kv,
+            calib_tokens=1024,
         )  # fmt: skip
         with Progress(quiet=True) as progress:
             build(request, progress)

@@ -13,11 +13,14 @@ CASES = [  # architecture, dtype, cache
     ("llama", "f32"),
     ("llama", "bf16"),
     ("llama", "int8"),
+    ("llama", "fp8"),
+    ("llama", "awq-g32"),
     ("gemma2", "bf16"),
     ("mistral", "f32"),  # sliding
     ("gpt_neox", "f32"),  # parallel residual
     ("mixtral", "bf16"),  # experts
     ("mixtral", "int8"),
+    ("mixtral", "fp8-block"),
     ("llama4_text", "f32"),  # chunked, experts
     ("bloom", "bf16"),  # alibi
     ("gpt2", "f32"),  # learned positions
