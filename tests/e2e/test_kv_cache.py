@@ -14,6 +14,7 @@ from planc.compiler.accuracy import log_softmax
 from planc.compiler.build import BuildRequest, build
 from planc.compiler.progress import Progress
 from planc.plans import store
+from planc.plans.show import fold_layers
 from planc.runtime.cpu import CpuExecutor
 from planc.runtime.goldens import Scorer
 from planc.runtime.tokenizer import Tokenizer
@@ -42,9 +43,13 @@ def test_inspect_names_the_cache(plan, kv: str) -> None:
     path = plan("llama", "bf16", kv=kv)
     shown = CliRunner().invoke(main, ["inspect", str(path)])
     assert f"{kv} (a scale a token and head) KV cache in blocks of 16" in shown.output
-    graph = CliRunner().invoke(main, ["inspect", str(path), "--graph"])
-    assert "the same as the layer above" in graph.output
-    assert graph.output.count("k_scale_offset=") == 2
+
+
+def test_layers_fold_wherever_their_scales_lie() -> None:
+    offsets = "k_offset={0}, k_scale_offset={1}, v_offset={2}, v_scale_offset={3}"
+    spelt = [offsets.format(*range(256 * i, 256 * i + 256, 64)) for i in range(3)]
+    text = "\n".join(f"  kv_append(%k, %v, {s})  # model.layers.{i}.attn" for i, s in enumerate(spelt))
+    assert fold_layers(text).count("kv_append") == 1
 
 
 @pytest.mark.parametrize(("kv", "bound"), [("fp8", 0.05), ("int8", 0.01)])
