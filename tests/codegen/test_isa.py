@@ -61,7 +61,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("target", "cxx"), [("cpu:x86-64-v4+bf16+vnni", None), ("cpu:x86-64-v3", "clang++"), ("cpu:portable", "clang++")]
+    ("target", "cxx"),
+    [
+        ("cpu:x86-64-v4+bf16+vnni", None),
+        pytest.param("cpu:x86-64-v3", "clang++", marks=pytest.mark.slow),
+        pytest.param("cpu:portable", "clang++", marks=pytest.mark.slow),
+    ],
 )
 def test_compiles_without_a_warning(tmp_path: Path, target: str, cxx: str | None) -> None:
     if cxx and not shutil.which(cxx):

@@ -93,6 +93,7 @@ def real(tmp_path_factory):
 
 
 @pytest.mark.real
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv", "most", "least"), [("fp8", 0.005, 0.975), ("int8", 0.002, 0.98)])
 def test_the_cache_adds_little_kl(real, kv: str, most: float, least: float, record_property) -> None:
     """What it adds to a bfloat16 cache, and the share of equal choices; 8,704 tokens gave 0.0016 and 0.979 for fp8."""

@@ -9,28 +9,32 @@ from hypothesis import strategies as st
 
 from tests.e2e.rig import run
 
-CASES = [  # architecture, dtype, cache
-    ("llama", "f32"),
+CASES = [  # architecture, dtype, cache: one of each kind, and more in the nightly run
     ("llama", "bf16"),
     ("llama", "int8"),
     ("llama", "fp8"),
     ("llama", "awq-g32"),
-    ("gemma2", "bf16"),
     ("mistral", "f32"),  # sliding
     ("gpt_neox", "f32"),  # parallel residual
     ("mixtral", "bf16"),  # experts
-    ("mixtral", "int8"),
-    ("mixtral", "fp8-block"),
     ("llama4_text", "f32"),  # chunked, experts
     ("bloom", "bf16"),  # alibi
     ("gpt2", "f32"),  # learned positions
     ("deepseek_v3", "f32"),  # latent attention, experts
     ("llama", "bf16", "fp8"),  # caches in 8 bits
+    ("deepseek_v3", "f32", "int8"),
+]
+MORE = [
+    ("llama", "f32"),
+    ("gemma2", "bf16"),
+    ("mixtral", "int8"),
+    ("mixtral", "fp8-block"),
     ("llama", "bf16", "int8"),
     ("deepseek_v3", "f32", "fp8"),
-    ("deepseek_v3", "f32", "int8"),
     ("bloom", "f32", "int8"),
 ]
+ALL = [pytest.param(c, id="-".join(c)) for c in CASES]
+ALL += [pytest.param(c, id="-".join(c), marks=pytest.mark.slow) for c in MORE]
 
 
 def plan_of(plan, case: tuple[str, ...]) -> Path:
@@ -43,7 +47,7 @@ def prompts_of(seed: int, lengths: list[int]) -> list[list[int]]:
     return [rng.integers(4, 330, n).tolist() for n in lengths]
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize("case", ALL)
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(seed=st.integers(0, 10**6), length=st.integers(1, 150))
 def test_logits_are_bit_equal(plan, case: tuple[str, ...], seed: int, length: int) -> None:
@@ -68,7 +72,7 @@ def test_logits_are_bit_equal(plan, case: tuple[str, ...], seed: int, length: in
     assert cached.prefix_hits == (length - 1) // 16 * 16
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize("case", ALL)
 def test_logits_are_bit_equal_after_preemption(plan, case: tuple[str, ...]) -> None:
     prompts = prompts_of(1, [40, 33, 47, 38])
     path = plan_of(plan, case)
