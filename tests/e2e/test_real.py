@@ -92,7 +92,7 @@ def reference_rows(model: str, sequences: list[list[int]], dtype: torch.dtype) -
         return [rows.copy() for _, _, rows in reference_logits(source, sequences, rows_per_chunk=16, dtype=dtype)]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [MODELS[0], pytest.param(MODELS[1], marks=pytest.mark.slow)])
 def test_narrow_weights_cost_little(scorer, text_ids, model: str, record_property) -> None:
     sequences = text_ids(model)
     truth = reference_rows(model, sequences, torch.float32)

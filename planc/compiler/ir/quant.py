@@ -16,7 +16,7 @@ from planc.compiler.ir.types import DTYPES, Dim, TensorType
 
 GROUPS = (128, 64, 32)
 BLOCK = 128
-_ELEMENTS = 1 << 22  # widened to float32 at a time: bounds the memory of quantizing a large weight
+_ELEMENTS = 1 << 18  # widened to float32 at a time: bounds the memory of quantizing a large weight
 LIMITS: Mapping[str, float] = {"i8": 127, "f8e4m3": 448, "f8e3m4": 15.5, "u4": 15}
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
