@@ -16,7 +16,7 @@ from planc.compiler.ir.types import DTYPES, Dim, TensorType
 
 GROUPS = (128, 64, 32)
 BLOCK = 128
-_ELEMENTS = 1 << 18  # widened to float32 at a time: bounds the memory of quantizing a large weight
+_ELEMENTS = 1 << 17  # widened to float32 at a time: bounds the memory of quantizing a large weight
 LIMITS: Mapping[str, float] = {"i8": 127, "f8e4m3": 448, "f8e3m4": 15.5, "u4": 15}
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
@@ -148,7 +148,8 @@ class Scheme:
         if self.codes == "f8e4m3":
             return np.clip(ratio, -self.limit, self.limit).astype(DTYPES[self.codes])
         if self.codes == "i8":
-            return np.clip(np.rint(ratio), -self.limit, self.limit).astype(np.int8)
+            np.rint(ratio, out=ratio)
+            return np.clip(ratio, -self.limit, self.limit, out=ratio).astype(np.int8)
         zero = np.float32(self.offset) if z is None else self._spread(z, rows.shape[1])
         return np.clip(np.rint(ratio) + zero, 0, self.limit).astype(np.uint8)
 
