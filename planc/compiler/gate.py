@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from planc.compiler.ir.quant import SCHEMES
 from planc.compiler.probe import Group
+from planc.compiler.storage import KINDS
 from planc.errors import PlancError, UsageError
 from planc.passes.schemes import PLAIN, QuantConfig
 from planc.plans.schema import Accuracy, WeightError
@@ -62,9 +63,8 @@ def limits(storage: QuantConfig, kv_dtype: str, most_kl: float | None, most_ppl:
 
     The reference of a quantized checkpoint has its codes too, so where these alone are kept nothing is lost.
     """
-    names = {storage.default, *storage.kinds.values(), *(name for _, name in storage.modules)}
     exact = {name for name in storage.native.values() if not SCHEMES[name].act}
-    rows = [_MOST["bf16" if name in exact else re.sub(r"-g\d+$", "", name)] for name in names]
+    rows = [_MOST["bf16" if name in exact else re.sub(r"-g\d+$", "", name)] for name in storage.said]
     kl, ppl = (
         max(values) + more for values, more in zip(zip(*rows, strict=True), _KV_ADDS.get(kv_dtype, (0, 0)), strict=True)
     )
@@ -226,8 +226,8 @@ def _escaped(words: str) -> str:
 
 def as_json(storage: QuantConfig) -> str:
     """A storage as a file for --quant-config."""
-    names = {"head": "lm_head", "embedding": "embedding", "router": "router"}
-    said = {"default": storage.default, **{names[kind]: name for kind, name in storage.kinds.items()}}
+    said = {"default": storage.default}
+    said |= {field: storage.kinds[kind] for field, kind in KINDS.items() if kind in storage.kinds}
     return json.dumps(said | {"modules": dict(storage.modules)}, indent=1)
 
 

@@ -17,7 +17,7 @@ from planc.errors import PlancError, UsageError
 from planc.passes.schemes import PLAIN, QuantConfig
 
 AUTO = "auto"
-_KINDS = {"lm_head": "head", "embedding": "embedding", "router": "router"}
+KINDS = {"lm_head": "head", "embedding": "embedding", "router": "router"}
 _EVERY = ("linear", "expert", "head", "embedding", "router")
 NAMES = (AUTO, *PLAIN, *(name for name, row in SCHEMES.items() if not row.read_only))
 
@@ -35,7 +35,7 @@ def storage(dtype: str, path: Path | None, source: ModelSource) -> QuantConfig:
     chosen = _known(dtype, "--dtype") if dtype != AUTO else default
     modules = tuple((p, _known(name, f"{path}: {p}")) for p, name in said.get("modules", {}).items())
     _check_patterns(modules, path, source)
-    kinds = {kind: _known(said[field], f"{path}: {field}") for field, kind in _KINDS.items() if field in said}
+    kinds = {kind: _known(said[field], f"{path}: {field}") for field, kind in KINDS.items() if field in said}
     held = Counter(source.native.values())
     if not held or chosen in PLAIN:
         return QuantConfig("bf16" if chosen == AUTO else chosen, modules, kinds)
@@ -50,8 +50,7 @@ def storage(dtype: str, path: Path | None, source: ModelSource) -> QuantConfig:
 
 def used(config: QuantConfig) -> list[str]:
     """Every scheme that the build may come to store a weight in."""
-    names = {config.default, *(name for _, name in config.modules), *config.kinds.values(), *config.native.values()}
-    return sorted(n for n in names if n in SCHEMES)
+    return sorted(n for n in config.said | {*config.native.values()} if n in SCHEMES)
 
 
 def check_kernels(config: QuantConfig, target: Target) -> None:
@@ -92,7 +91,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise UsageError(f"--quant-config {path} is not JSON: {e}.") from e
     if not isinstance(said, dict):
         raise UsageError(f"--quant-config {path} must be a JSON object.")
-    fields = ("default", "modules", *_KINDS)
+    fields = ("default", "modules", *KINDS)
     if unknown := sorted(set(said) - set(fields)):
         raise UsageError(f"--quant-config {path}: unknown field {unknown[0]!r}; there are {', '.join(fields)}.")
     if not isinstance(said.get("modules", {}), dict):

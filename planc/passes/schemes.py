@@ -31,6 +31,11 @@ class QuantConfig:
     kinds: Mapping[str, str] = field(default_factory=dict)
     native: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def said(self) -> set[str]:
+        """Every storage that is named, those of the checkpoint left out."""
+        return {self.default, *self.kinds.values(), *(name for _, name in self.modules)}
+
     def of(self, recipe: Recipe, kind: str) -> str:
         """The scheme, its group fitted to the weight, or the dtype of a weight of a kind: head, router, embedding,
         linear or expert. PlancError names a weight that the scheme cannot hold.

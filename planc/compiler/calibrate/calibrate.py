@@ -62,6 +62,8 @@ def calibrate_model(
 
     `text` is asked for, by the longest window, only where one does.
     """
+    if not any(map(search.profiting, options.storage.said)):
+        return Choices(), None  # before any pass is run for it
     first = [p.name for p in PIPELINE].index("migrate")
     graph, _ = run_passes(lifted, options, pipeline=PIPELINE[:first])
     if not _wanted(graph, options):

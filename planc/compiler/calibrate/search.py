@@ -41,7 +41,12 @@ class _Product:
 
 def scheme_of(n: Node) -> Scheme | None:
     """The scheme that a product's weight will be stored in, when calibration can help it."""
-    row = SCHEMES.get(str(n.attr("store", "")))
+    return profiting(str(n.attr("store", "")))
+
+
+def profiting(name: str) -> Scheme | None:
+    """The scheme of a storage's name, when calibration can help it."""
+    row = SCHEMES.get(name)
     return row if row and (row.zeros or row.act == "i8") else None
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from planc.compiler.calibrate.stats import rounded
+from planc.compiler.ir.quant import LIMITS
 
 POWERS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # of the activations' peak, the rest is the weight's
-_LIMIT = 127
+_LIMIT = LIMITS["i8"]
 
 
 def candidates(peak: np.ndarray, weight: np.ndarray) -> Iterator[np.ndarray]:
