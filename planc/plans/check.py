@@ -6,7 +6,7 @@ from pathlib import Path
 from planc.errors import PlancError
 from planc.plans.host import available_bytes, missing_flags
 from planc.plans.schema import Plan
-from planc.plans.store import LOG, MANIFEST, load, sha256
+from planc.plans.store import load, members, sha256
 from planc.plans.tensors import read_header
 
 
@@ -37,8 +37,7 @@ def _files(root: Path, plan: Plan) -> list[Finding]:
             out.append(Finding("files", False, f"{name} is missing; build the plan again"))
         elif sha256(path) != digest:
             out.append(Finding("files", False, f"{name} has changed since the build; build the plan again"))
-    present = {p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()} - {MANIFEST, LOG}
-    extra = sorted(present - set(plan.files))
+    extra = sorted(set(members(root)) - set(plan.files))
     out += [Finding("files", False, f"{name} is not in the manifest; remove it") for name in extra]
     return out or [Finding("files", True, f"{len(plan.files)} files have the hashes of the manifest")]
 

@@ -62,8 +62,13 @@ def _digest(data: dict[str, Any]) -> str:
 
 def listing(root: Path) -> dict[str, str]:
     """sha256 of every file below `root` but the manifest and the log, by relative path, sorted."""
+    return {name: sha256(root / name) for name in members(root)}
+
+
+def members(root: Path) -> list[str]:
+    """Relative paths of the files below `root` that a manifest lists: all but itself and the log, sorted."""
     files = sorted(p for p in root.rglob("*") if p.is_file() and p not in (root / MANIFEST, root / LOG))
-    return {p.relative_to(root).as_posix(): sha256(p) for p in files}
+    return [p.relative_to(root).as_posix() for p in files]
 
 
 def seal(root: Path, plan: Plan) -> Plan:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from planc.compiler.ir.quant import GROUPS, SCHEMES
+from planc.compiler.ir.types import TensorType
 from planc.compiler.source.base import DTYPES, PIECE, TensorInfo
 
 Array = np.ndarray[Any, Any]
@@ -58,10 +59,9 @@ class Packed:
         """Part -> what it is; empty without a scheme."""
         if self.scheme is None:
             return {}
-        row, (*stack, n, k) = SCHEMES[self.scheme], self.shape
-        spread = (*stack, n) if row.group is None else (*stack, -(-k // row.group), n)
-        made = {part: TensorInfo("f32", spread) for part in row.parts}
-        return made | {"q": TensorInfo(row.codes, self.shape)}
+        row, whole = SCHEMES[self.scheme], TensorType("f32", self.shape)
+        types = {part: row.part_type(whole, part) for part in row.parts}
+        return {part: TensorInfo(t.dtype, tuple(int(d) for d in t.shape)) for part, t in types.items()}
 
     def part(self, part: str, start: int = 0, stop: int | None = None) -> Array:
         """A part as the scheme has it; with a range, that of the first axis (parts of [N, K] have it in "q" alone).
