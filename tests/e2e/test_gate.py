@@ -22,19 +22,9 @@ from planc.plans.schema import Plan
 from planc.plans.show import accuracy_rows
 from planc.runtime.cpu import CpuExecutor
 from planc.runtime.goldens import Scorer, verify
+from tests.heard import Heard
 from tests.models import tiny
 from tests.moe import MOE
-
-
-class Heard(Progress):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__(quiet=True)
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from planc.compiler.build import BuildRequest, build
-from planc.compiler.progress import Progress
 from planc.compiler.source import open_source
 from planc.plans import store
 from tests.compiler.source.quantized.test_compressed import TOKEN, weights, written
+from tests.heard import Heard
 from tests.models import tiny
 
 STATIC = dict(type="float", num_bits=8, strategy="tensor", dynamic=False)
@@ -18,17 +18,6 @@ GROUPS: dict[str, Any] = dict(
     gates=dict(targets=["re:.*(gate|up)_proj"], weights=weights("int", 4, "group", group_size=32, symmetric=False)),
     down=dict(targets=["re:.*down_proj"], weights=weights("int", 8, "channel"), input_activations=TOKEN),
 )
-
-
-class Heard(Progress):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__(quiet=True)
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
 
 
 def test_a_checkpoint_of_three_schemes(tmp_path: Path) -> None:

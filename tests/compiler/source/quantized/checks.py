@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from planc.compiler.ir.quant import SCHEMES
-from planc.compiler.source import ModelSource, bind, new_model
+from planc.compiler.source import ModelSource, bind, new_model, open_source
 from planc.compiler.source.base import DTYPES
+from planc.errors import PlancError
+from tests.compiler.source.quantized.checkpoints import replace, restate
 
 
 def check_source(source: ModelSource, expected: Mapping[str, np.ndarray[Any, Any]], scheme: str | None) -> None:
@@ -33,6 +37,22 @@ def check_source(source: ModelSource, expected: Mapping[str, np.ndarray[Any, Any
     assert dict(source.native) == ({} if scheme is None else {n: scheme.format(widest[n]) for n in expected})
     check_parts(source)
     check_plain(source)
+
+
+def check_refused(folder: Path, config: dict[str, Any], words: str) -> None:
+    """A checkpoint that says this of its quantization does not open: one line with these words tells why."""
+    restate(folder, config)
+    with pytest.raises(PlancError) as caught:
+        open_source(str(folder))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def check_missing(folder: Path, gone: str) -> None:
+    """Without this tensor the checkpoint does not open, and the error names it."""
+    replace(folder, lambda tensors: {name: t for name, t in tensors.items() if name != gone})
+    with pytest.raises(PlancError, match=f"lacks the tensor {gone}"):
+        open_source(str(folder))
 
 
 def check_parts(source: ModelSource) -> None:
