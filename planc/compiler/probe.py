@@ -4,7 +4,7 @@ The wide plan runs with the rounded values of one group of weights in the place 
 pass over some tokens and no build. Rounded activations have no part in it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -13,10 +13,9 @@ import numpy as np
 
 from planc.compiler.ir.graph import Graph, Weight
 from planc.compiler.ir.packing import pack
-from planc.compiler.ir.parts import part
-from planc.compiler.ir.recipe import Reader, Recipe, RowReader, evaluate
+from planc.compiler.ir.recipe import Reader, Recipe, RowReader
 from planc.compiler.ir.types import DTYPES, PACKED
-from planc.compiler.weight_errors import Constants, Quantized
+from planc.compiler.weight_errors import Constants, Quantized, matrices
 from planc.compiler.weights import stored_shape
 from planc.plans.schema import Plan
 from planc.runtime.cpu import CpuExecutor
@@ -102,21 +101,10 @@ class Probe:
         """The name that the weight has in the wide plan, and its rounded values as that plan stores them."""
         target = self._wide[_floats(weight.wide)]
         out = _aligned(stored_shape(target.value.type), DTYPES[target.value.type.dtype])
-        for at, wide, clip in self._matrices(weight):
+        for at, wide, clip in matrices(weight, self._read, self._constants, self._rows):
             values = weight.stored(wide.astype(np.float32), clip).astype(out.dtype)
             out[at] = _laid_out(values, target)
         return target.name, out
-
-    def _matrices(self, weight: Quantized) -> Iterator[tuple[slice, np.ndarray, np.ndarray | None]]:
-        """The weight, or each expert of a stack: its place, floats and bounds."""
-        constants, recipe = self._constants, weight.wide
-        clip = None if weight.clip is None else evaluate(weight.clip, self._read, constants, self._rows)
-        if len(weight.shape) == 2:
-            yield slice(None), evaluate(recipe, self._read, constants, self._rows), clip
-            return
-        for e in range(weight.shape[0]):
-            wide = evaluate(part(recipe, 0, e, e + 1), self._read, constants, self._rows)
-            yield slice(e, e + 1), wide, None if clip is None else clip[e : e + 1]
 
 
 def _floats(recipe: Recipe) -> Recipe:

@@ -1,6 +1,6 @@
 """How far stored weights are from the checkpoint's: in goes a planned graph, out come errors of those in a scheme."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -89,20 +89,28 @@ def samples(
     weight: Quantized, read: Reader, constants: Constants, rows: RowReader | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
     """Parts [n, K] of a weight and their bounds: rows in blocks that share no scale with others, or whole experts."""
-    clip = None if weight.clip is None else evaluate(weight.clip, read, constants, rows)
     *stack, n, k = weight.shape
     if stack:
-        for e in _spread(stack[0], max(1, SAMPLE // prod((*stack[1:], n, k)))):
-            yield (
-                evaluate(part(weight.wide, 0, e, e + 1), read, constants, rows),
-                None if clip is None else clip[e : e + 1],
-            )
+        chosen = _spread(stack[0], max(1, SAMPLE // prod((*stack[1:], n, k))))
+        yield from ((wide, clip) for _, wide, clip in matrices(weight, read, constants, rows, chosen))
         return
-    wide = evaluate(weight.wide, read, constants, rows)
-    blocks = _spread(-(-n // BLOCK), max(1, SAMPLE // (BLOCK * k)))
-    for b in blocks:
+    ((_, wide, clip),) = matrices(weight, read, constants, rows)
+    for b in _spread(-(-n // BLOCK), max(1, SAMPLE // (BLOCK * k))):
         at = slice(b * BLOCK, (b + 1) * BLOCK)
         yield wide[at], None if clip is None else clip[..., at]
+
+
+def matrices(
+    weight: Quantized, read: Reader, constants: Constants, rows: RowReader | None, chosen: Iterable[int] | None = None
+) -> Iterator[tuple[slice, np.ndarray, np.ndarray | None]]:
+    """The weight, or each expert of a stack (those that are chosen): its place, floats and bounds, one in memory."""
+    clip = None if weight.clip is None else evaluate(weight.clip, read, constants, rows)
+    if len(weight.shape) == 2:
+        yield slice(None), evaluate(weight.wide, read, constants, rows), clip
+        return
+    for e in range(weight.shape[0]) if chosen is None else chosen:
+        at = slice(e, e + 1)
+        yield at, evaluate(part(weight.wide, 0, e, e + 1), read, constants, rows), None if clip is None else clip[at]
 
 
 def _spread(count: int, most: int) -> list[int]:
