@@ -1,8 +1,9 @@
-"""Packed layouts of linear weights: in goes W[.., N, K], out come blocks of 64 output channels, padded with zeros.
+"""Packed layouts of linear weights: in goes W[.., N, K], out come its bytes as kernels read them, padded with zeros.
 
 `n64` is [N/64][K][64], `n64k2` is [N/64][K/2][64][2], `n64k4` is [N/64][K/4][64][4]: the lane that a kernel reads holds
 neighbours in K of one output channel, as the dot-product instructions of the targets want them. `n64k8` is for codes of
 4 bits: [N/64][K/8][64][4] bytes, each with the code of an even k in its low half and that of the next in its high half.
+`k2` is [N][K/2] bytes of such pairs, rows as they were: the layout of codes of 4 bits on GPUs.
 A stack of matrices (experts) is packed one by one.
 """
 
@@ -10,21 +11,29 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planc.compiler.ir.types import PACKED
+from planc.compiler.ir.types import PACKED, PAIRS
 
 BLOCK = 64
 HALVES = "n64k8"
 
 
 def packed_shape(shape: Sequence[int], layout: str) -> tuple[int, ...]:
-    """[.., N/64, K/g, 64, g] of W[.., N, K] in `layout`, with g neighbours in K; g/2 where two share a byte."""
+    """[.., N/64, K/g, 64, g] of W[.., N, K] in `layout`, with g neighbours in K; g/2 where two share a byte.
+
+    [.., N, K/2] for `k2`.
+    """
     *stack, n, k = shape
+    if layout == PAIRS:
+        return (*stack, n, -(-k // 2))
     group = PACKED[layout]
     return (*stack, -(-n // BLOCK), -(-k // group), BLOCK, group // 2 if layout == HALVES else group)
 
 
 def pack(w: np.ndarray, layout: str) -> np.ndarray:
     """W[.., N, K] in `layout`, of shape `packed_shape`; N and K padded with zeros."""
+    if layout == PAIRS:
+        low, high = w[..., ::2], w[..., 1::2]
+        return low | (high if w.shape[-1] % 2 == 0 else np.pad(high, [(0, 0)] * (w.ndim - 1) + [(0, 1)])) << 4
     out = np.zeros(packed_shape(w.shape, layout), w.dtype)
     for at in np.ndindex(*w.shape[:-2]):
         _pack(w[at], out[at], PACKED[layout])
@@ -45,6 +54,9 @@ def _pack(w: np.ndarray, out: np.ndarray, group: int) -> None:
 def unpack(packed: np.ndarray, shape: Sequence[int], layout: str) -> np.ndarray:
     """The inverse of `pack`: W of `shape` from its packed bytes, of any shape with the right element count."""
     *stack, n, k = shape
+    if layout == PAIRS:
+        pairs = packed.reshape(packed_shape(shape, layout))
+        return np.ascontiguousarray(np.stack([pairs & 15, pairs >> 4], -1).reshape(*stack, n, -1)[..., :k])
     *_, blocks, groups, _, size = packed_shape(shape, layout)
     group = PACKED[layout]
     lanes = packed.reshape(*stack, blocks, groups, BLOCK, size)

@@ -16,10 +16,11 @@ RNG = np.random.default_rng(0)
 @pytest.mark.parametrize("layout", PACKED)
 @pytest.mark.parametrize("shape", [(64, 8), (1, 1), (65, 7), (200, 33), (3, 70, 9)])
 def test_unpack_is_the_inverse_of_pack(layout: str, shape: tuple[int, ...]) -> None:
-    halves = layout == "n64k8"
+    halves = layout in ("n64k8", "k2")
     w = RNG.integers(0, 16, shape).astype(np.uint8) if halves else RNG.integers(-127, 127, shape).astype(np.int8)
     packed = pack(w, layout)
-    assert packed.shape[-2:] == (64, 4 if halves else PACKED[layout])
+    if layout != "k2":
+        assert packed.shape[-2:] == (64, 4 if halves else PACKED[layout])
     assert (unpack(packed, shape, layout) == w).all()
     if not halves:
         assert int(np.abs(packed.astype(int)).sum()) == int(np.abs(w.astype(int)).sum())
@@ -29,7 +30,7 @@ def test_a_stack_is_packed_and_quantized_one_by_one() -> None:
     w = RNG.standard_normal((3, 70, 9)).astype(np.float32)
     scheme = SCHEMES["int8"]
     for layout in PACKED:
-        dtype = "u4" if layout == "n64k8" else "f32"
+        dtype = "u4" if layout in ("n64k8", "k2") else "f32"
         made = pack(np.abs(w).astype(DTYPES[dtype]), layout)
         assert (made[1] == pack(np.abs(w[1]).astype(DTYPES[dtype]), layout)).all()
         t = TensorType(dtype, w.shape, layout)
@@ -43,6 +44,8 @@ def test_a_stack_is_packed_and_quantized_one_by_one() -> None:
 def test_a_packed_lane_holds_neighbours_in_k_of_one_channel() -> None:
     w = np.arange(128 * 8, dtype=np.float32).reshape(128, 8)
     assert (pack(w, "n64k4")[1, 1, 3] == w[64 + 3, 4:8]).all()
+    codes = w.astype(np.uint8) % 16
+    assert (pack(codes, "k2")[5] == codes[5, ::2] + 16 * codes[5, 1::2]).all()
 
 
 def test_int8_error_is_half_a_step_per_channel() -> None:
