@@ -1,0 +1,5 @@
+"""The CUDA kernel table: in goes nothing, out come the rows of every kind of op."""
+
+from planc.codegen.cuda.call import Row
+
+TABLE: tuple[Row, ...] = ()
