@@ -1,0 +1,1 @@
+"""Kernels on the CPU: in go kernels that were made for a GPU, out comes what they compute."""
