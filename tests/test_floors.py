@@ -30,7 +30,7 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "passes": (("planc.passes", "planc.plans", "planc.codegen.target", "planc.codegen.kernel", *IR), ("numpy",)),
     "codegen/cuda/kernels": ((), ("triton",)),
     "emulator": (("planc.emulator", "planc.plans", "planc.errors"), ("numpy", "ml_dtypes", "triton")),
-    "codegen": (("planc.codegen", "planc.plans", *IR), ("numpy", "jinja2")),
+    "codegen": (("planc.codegen", "planc.plans", *IR), ("numpy", "jinja2", "triton")),
     "runtime": (
         ("planc.runtime", "planc.plans", "planc.errors", "planc.__version__"),
         ("numpy", "tokenizers", "jinja2", "pydantic", "starlette", "uvicorn", "prometheus_client"),

@@ -1,0 +1,159 @@
+"""The CUDA compiler: in go Triton kernels and an SM, out come `<name>.cubin` and `<name>.ptx`; it needs no GPU.
+
+Binaries are cached across builds by kernel name and by a hash of all that makes their bytes: source, constants, types,
+options, SM, versions of the compilers.
+"""
+
+import hashlib
+import json
+import os
+import queue
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from planc.codegen.cuda import cubin
+from planc.codegen.cuda.call import TritonKernel
+from planc.codegen.cuda.toolchain import Toolchain, Worker, toolchain
+from planc.errors import PlancError
+from planc.plans.host import cache_dir, usable_cpus
+from planc.plans.launches import Binary
+
+Progress = Callable[[int, int, str], None]
+
+KERNELS = Path(__file__).parent / "kernels"
+_FORMAT = "1"  # of what the cache holds; a change makes every entry new
+_HIDDEN = 2  # parameters that Triton appends: pointers to its scratch and its profiler's, which no kernel of ours uses
+_PARTS = (".cubin", ".ptx", ".json")
+
+
+def compile(
+    kernels: Sequence[TritonKernel],
+    arch: int,
+    folder: Path,
+    *,
+    progress: Progress = lambda done, total, name: None,
+    sources: Path = KERNELS,
+) -> tuple[Binary, ...]:
+    """Compiles kernels for an SM (90: sm_90a) into `folder`, and returns what a launch needs of each, in their order.
+
+    Kernels of one name are one kernel. `progress(done, total, name)` is called as each is compiled. Equal kernels give
+    equal bytes, from whatever folder. PlancError names the kernel that fails, or the extra that is not installed.
+    """
+    tools = toolchain()
+    folder.mkdir(parents=True, exist_ok=True)
+    places = {k.name: _place(k, arch, tools, sources) for k in kernels}
+    jobs = {k.name: _job(k, arch, sources) for k in kernels if not places[k.name].with_suffix(".json").exists()}
+    done = len(places) - len(jobs)
+    with _pool(tools, min(usable_cpus(), len(jobs))) as compiled:
+        for name in compiled(jobs, places):
+            done += 1
+            progress(done, len(places), name)
+    return tuple(_fetch(name, place, folder) for name, place in places.items())
+
+
+def _place(kernel: TritonKernel, arch: int, tools: Toolchain, sources: Path) -> Path:
+    """Where the cache keeps a kernel, without the suffix; the name holds a hash of all that makes its bytes."""
+    job = _job(kernel, arch, sources) | {"source": (sources / f"{kernel.source}.py").read_text()}
+    text = json.dumps([_FORMAT, *tools.versions, job], sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:24]
+    return cache_dir() / "kernels" / f"{kernel.name}-sm{arch}-{digest}.cubin"
+
+
+def _job(kernel: TritonKernel, arch: int, sources: Path) -> dict[str, Any]:
+    return {
+        "source": str(sources / f"{kernel.source}.py"),
+        "function": kernel.function,
+        "signature": dict(kernel.signature),
+        "constants": dict(kernel.constants),
+        "aligned": sorted(kernel.aligned),
+        "num_warps": kernel.num_warps,
+        "num_stages": kernel.num_stages,
+        "arch": arch,
+    }
+
+
+@contextmanager
+def _pool(tools: Toolchain, size: int) -> Iterator[Callable[[dict[str, Any], dict[str, Path]], Iterator[str]]]:
+    """Gives a function that compiles jobs to their places and yields their names as they are done.
+
+    There is one process a CPU. An error or Ctrl-C ends them at once.
+    """
+    if not size:
+        yield lambda jobs, places: iter(())
+        return
+    workers: queue.Queue[Worker] = queue.Queue()
+    started = [Worker(tools) for _ in range(size)]
+    for worker in started:
+        workers.put(worker)
+
+    def one(name: str, job: dict[str, Any], place: Path) -> str:
+        worker = workers.get()
+        try:
+            _compile(name, job, place, worker)
+        finally:
+            workers.put(worker)
+        return name
+
+    pool = ThreadPoolExecutor(max_workers=size)
+    try:
+        yield lambda jobs, places: (
+            f.result() for f in as_completed([pool.submit(one, n, j, places[n]) for n, j in jobs.items()])
+        )
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in started:
+            worker.close()
+
+
+def _compile(name: str, job: dict[str, Any], place: Path, worker: Worker) -> None:
+    """Compiles to the cache. The .json comes last, hence an entry that has it is whole."""
+    with _partial(place) as partial:
+        try:
+            answer = worker.compile(job | {"out": str(partial)})
+        except PlancError as e:
+            raise PlancError(f"kernel {name} does not compile for SM {job['arch']}: {e}") from e
+        binary = _binary(name, answer, len(job["signature"]), Path(f"{partial}.cubin").read_bytes())
+        Path(f"{partial}.json").write_text(json.dumps(vars(binary)))
+        for suffix in _PARTS:
+            os.replace(f"{partial}{suffix}", place.with_suffix(suffix))
+
+
+@contextmanager
+def _partial(place: Path) -> Iterator[Path]:
+    """A path beside `place` to write to, in a folder of its own that goes away."""
+    try:
+        for made in (place.parent.parent, place.parent):  # what is linked into plans is for no one else to write
+            made.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=place.parent))
+    except OSError as e:
+        raise PlancError(f"cannot write to the kernel cache {place.parent}: {e}; set PLANC_CACHE_DIR") from e
+    try:
+        yield folder / "kernel"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _binary(name: str, answer: dict[str, Any], arguments: int, data: bytes) -> Binary:
+    """What a launch needs. PlancError when the cubin does not have the parameters that the signature says."""
+    entry = answer["entry"]
+    if answer["scratch"]:
+        raise PlancError(f"kernel {name} asks for {answer['scratch']} B of scratch memory, which no launch provides")
+    found = cubin.read(data).kernels[entry]
+    if len(found.params) != arguments + _HIDDEN:
+        raise PlancError(
+            f"kernel {name} has {len(found.params)} parameters, expected {arguments} and {_HIDDEN} of the compiler"
+        )
+    return Binary(name, entry, found.threads, answer["shared"], found.params, _HIDDEN)
+
+
+def _fetch(name: str, place: Path, folder: Path) -> Binary:
+    """Copies a binary from the cache."""
+    for suffix in (".cubin", ".ptx"):
+        shutil.copyfile(place.with_suffix(suffix), folder / f"{name}{suffix}")
+    data = json.loads(place.with_suffix(".json").read_text())
+    return Binary(**data | {"name": name, "params": tuple((o, s) for o, s in data["params"])})
