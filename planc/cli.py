@@ -76,7 +76,9 @@ def _build_extra(verb: F) -> F:
     "auto: as the checkpoint is quantized, else bf16.",
 )
 @click.option("--quant-config", type=PLAN, metavar="FILE", help="JSON: default, lm_head, embedding, router, modules.")
-@click.option("--target", default="cpu", show_default=True, help="cpu (this machine's) or cpu:<isa>.")
+@click.option(
+    "--target", default="cpu", show_default=True, help="cpu (this machine's), cpu:<isa>, or a GPU of `planc targets`."
+)
 @click.option("--max-model-len", type=int, help="Tokens of one sequence. [default: the model's]")
 @click.option("--max-num-seqs", type=int, default=64, show_default=True, help="Sequences in one step.")
 @click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True, help="Tokens in one step.")
@@ -264,6 +266,15 @@ def accuracy(**flags: Any) -> None:
     from planc.runtime.harness import HarnessOptions, evaluate
 
     evaluate(HarnessOptions(**flags))
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Every figure, with its source.")
+def targets(as_json: bool) -> None:
+    """List what --target takes: GPUs with their figures and what plans for them may store."""
+    from planc.codegen import list_targets
+
+    click.echo(json.dumps(list_targets.as_data(), indent=1) if as_json else "\n".join(list_targets.as_text()))
 
 
 @main.command()

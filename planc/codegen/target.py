@@ -1,9 +1,12 @@
-"""Targets: in goes text such as `cpu:x86-64-v4+vnni`, out come kind, arch, features and compiler flags."""
+"""Targets: in goes text such as `cpu:x86-64-v4+vnni` or `h100-sxm`, out come kind, arch, features, what it can do."""
 
+import difflib
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from planc.codegen.skus import SKU, SM, SMS, skus
+from planc.compiler.ir.quant import SCHEMES
 from planc.errors import UsageError
 from planc.plans.host import CPU_FLAGS, cpu_flags
 
@@ -20,30 +23,62 @@ _EXTRAS: Mapping[str, tuple[str, ...]] = {
     "amx": ("-mamx-tile", "-mamx-int8", "-mamx-bf16"),
 }
 _BASE_OF_EXTRAS = "x86-64-v4"
+# What the command line calls the elements of a cache -> their dtype, where CUDA kernels read and write it. No GPU has
+# instructions for e3m4, which the CPU's fp8 cache holds.
+KV_FLAGS: Mapping[str, str] = {"bf16": "bf16", "f32": "f32", "int8": "i8"}
 
 
 @dataclass(frozen=True)
 class Target:
-    """A machine to build for: kind (`cpu`), arch (an ISA level) and features (extras, sorted)."""
+    """A machine to build for: kind, arch and features (extras, sorted).
+
+    A `cpu` has an ISA level for its arch. A `cuda` has an SM (`sm_90a`), and `sku` where a GPU was named: then there
+    are a memory to plan for and rates to estimate with.
+    """
 
     kind: str
     arch: str
     features: tuple[str, ...] = ()
+    sku: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind}:" + "+".join((self.arch, *self.features))
+        return f"{self.kind}:" + "+".join((self.sku or self.arch, *self.features))
 
     @property
     def flags(self) -> tuple[str, ...]:
         """Flags that make the C++ compiler use this ISA and nothing beyond it."""
         return (*_LEVELS[self.arch], *(flag for f in self.features for flag in _EXTRAS[f]))
 
+    @property
+    def sm(self) -> SM:
+        """What kernels may use of the GPU. KeyError for a CPU."""
+        return _BY_NAME[self.arch]
+
+    @property
+    def gpu(self) -> SKU | None:
+        """The GPU that was named, if one was."""
+        return skus()[self.sku] if self.sku else None
+
+
+_BY_NAME: Mapping[str, SM] = {sm.name: sm for sm in SMS.values()}
+
 
 def parse(text: str) -> Target:
     """The target that `text` names; `cpu` alone is the best level of this machine. UsageError lists what is known."""
-    kind, _, isa = text.partition(":")
-    if kind != "cpu":
-        raise UsageError(f"unknown target {text!r}; known: {', '.join(known())}")
+    kind, _, rest = text.partition(":")
+    if kind == "cpu":
+        return _cpu(text, rest)
+    name = rest if kind == "cuda" else text
+    if name in skus():
+        return Target("cuda", skus()[name].sm.name, sku=name)
+    if name in _BY_NAME:
+        return Target("cuda", name)
+    if text == "cuda":
+        raise UsageError(f"the target cuda needs a GPU, since none is asked here; known: {', '.join(known())}")
+    raise UsageError(f"unknown target {text!r}{_suggestion(name)}; known: {', '.join(known())}")
+
+
+def _cpu(text: str, isa: str) -> Target:
     if not isa:
         return host()
     arch, *features = isa.split("+")
@@ -52,13 +87,48 @@ def parse(text: str) -> Target:
         raise UsageError(f"target {text!r} names {unknown[0]!r}, which is not known; known: {', '.join(known())}")
     if features and arch != _BASE_OF_EXTRAS:
         raise UsageError(f"target {text!r}: +{features[0]} builds on cpu:{_BASE_OF_EXTRAS}, not on {arch}")
-    return Target(kind, arch, tuple(sorted(set(features))))
+    return Target("cpu", arch, tuple(sorted(set(features))))
+
+
+def _suggestion(name: str) -> str:
+    """What was probably meant: names that begin as this one does, else those that are spelt alike."""
+    names = [*skus(), *_BY_NAME]
+    spelt = name.lower().replace("_", "-").replace(" ", "-")
+    begin = [n for n in names if spelt and n.replace("_", "-").startswith(spelt)]
+    alike = begin or difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.6)
+    return f" (did you mean {' or '.join(alike)}?)" if alike else ""
 
 
 def known() -> tuple[str, ...]:
     """Every form of a target's name."""
     extras = "".join(f"[+{e}]" for e in _EXTRAS)
-    return ("cpu", *(f"cpu:{a}" + (extras if a == _BASE_OF_EXTRAS else "") for a in _LEVELS))
+    levels = (f"cpu:{a}" + (extras if a == _BASE_OF_EXTRAS else "") for a in _LEVELS)
+    return ("cpu", *levels, *skus(), *_BY_NAME)
+
+
+def check_dtypes(target: Target, dtypes: Iterable[str], kv_cache_dtype: str) -> None:
+    """UsageError when the target has no instructions for what weights are stored as (dtypes or schemes), or no kernels
+    for the cache, by its name on the command line; it names the nearest pairs that are possible.
+    """
+    if target.kind != "cuda":
+        return
+    for name in dtypes:
+        if needs_fp8(name) and not target.sm.fp8:
+            near = ", ".join(n for n, sku in skus().items() if sku.sm.fp8)
+            raise UsageError(
+                f"--dtype {name} needs a GPU that multiplies fp8 (from sm_89 on); {target} is {target.arch}. Take "
+                f"--dtype int8 for it, or one of --target {near}"
+            )
+    if kv_cache_dtype not in KV_FLAGS:
+        raise UsageError(
+            f"--kv-cache-dtype {kv_cache_dtype} has no kernels on {target}; take --kv-cache-dtype int8 (as small), or "
+            "bf16"
+        )
+
+
+def needs_fp8(name: str) -> bool:
+    """Whether products of what is stored as `name` are products of fp8."""
+    return name in SCHEMES and SCHEMES[name].act == "f8e4m3"
 
 
 def host() -> Target:

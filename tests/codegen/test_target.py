@@ -1,9 +1,9 @@
-"""Targets: parsing, flags, and errors that list what is known."""
+"""Targets: parsing, flags, what a GPU can store, and errors that list what is known."""
 
 import pytest
 
 from planc.codegen import target
-from planc.codegen.target import Target, parse
+from planc.codegen.target import Target, check_dtypes, parse
 from planc.errors import UsageError
 from planc.plans.host import CPU_FLAGS, missing_flags
 
@@ -48,7 +48,7 @@ def test_other_machines_are_portable(monkeypatch) -> None:
     assert str(target.host()) == "cpu:portable"
 
 
-@pytest.mark.parametrize("text", ["gpu", "", "cpu:x86-64-v5", "cpu:x86-64-v4+foo", "cuda:sm_90a"])
+@pytest.mark.parametrize("text", ["gpu", "", "cpu:x86-64-v5", "cpu:x86-64-v4+foo", "cuda", "cuda:cpu", "sm_75"])
 def test_unknown_names_list_the_known(text: str) -> None:
     with pytest.raises(UsageError, match="known: cpu, cpu:portable, cpu:x86-64-v3"):
         parse(text)
@@ -57,3 +57,45 @@ def test_unknown_names_list_the_known(text: str) -> None:
 def test_extras_need_their_level() -> None:
     with pytest.raises(UsageError, match=r"\+vnni builds on cpu:x86-64-v4"):
         parse("cpu:x86-64-v3+vnni")
+
+
+@pytest.mark.parametrize("text", ["h100-sxm", "cuda:h100-sxm"])
+def test_a_gpu_by_name(text: str) -> None:
+    found = parse(text)
+    assert found == Target("cuda", "sm_90a", sku="h100-sxm")
+    assert str(found) == "cuda:h100-sxm"
+    assert found.sm.number == 90
+    assert found.gpu is not None
+    assert found.gpu.memory_gb == 80
+
+
+@pytest.mark.parametrize("text", ["sm_120a", "cuda:sm_120a"])
+def test_an_sm_by_name(text: str) -> None:
+    found = parse(text)
+    assert found == Target("cuda", "sm_120a")
+    assert str(found) == "cuda:sm_120a"
+    assert found.gpu is None
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("h100", "h100-sxm or h100-pcie or h100-nvl"),
+        ("h100sxm", "h100-sxm"),
+        ("sm_90", "sm_90a"),
+        ("cuda:L40S", "l40s"),
+        ("RTX 4090", "rtx-4090"),
+    ],
+)
+def test_a_misspelt_name_gets_a_suggestion(text: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=rf"unknown target '{text}' \(did you mean {meant}\?\); known: cpu, "):
+        parse(text)
+
+
+def test_what_a_gpu_cannot_store() -> None:
+    for possible in (("h100-sxm", "fp8"), ("a100-80g", "int8"), ("sm_80", "awq-g64"), ("cpu", "fp8")):
+        check_dtypes(parse(possible[0]), [possible[1], "f32"], "bf16")
+    with pytest.raises(UsageError, match=r"--dtype fp8 needs .*sm_89 on.*a100-80g is sm_80. Take --dtype int8 .* l4, "):
+        check_dtypes(parse("a100-80g"), ["bf16", "fp8"], "bf16")
+    with pytest.raises(UsageError, match=r"--kv-cache-dtype fp8 has no kernels on cuda:l4; .*int8"):
+        check_dtypes(parse("l4"), ["bf16"], "fp8")
