@@ -22,7 +22,7 @@ from planc.compiler.mixed import Attempt, passing
 from planc.compiler.progress import Progress
 from planc.compiler.reference import Judge
 from planc.compiler.residency import bounded
-from planc.compiler.source import ModelSource, open_source
+from planc.compiler.source import DescribedSource, ModelSource, open_source
 from planc.compiler.source.base import most_positions
 from planc.compiler.storage import check_kernels, storage
 from planc.compiler.tokenizer import save_tokenizer
@@ -87,6 +87,7 @@ def build(request: BuildRequest, progress: Progress) -> schema.Plan:
         allow_pickle=request.allow_pickle,
         revision=request.revision,
         trust_remote_code=request.trust_remote_code,
+        weights=request.weights == "pack",
     ) as source:
         config = source.config()
         quant = storage(request.dtype, request.quant_config, source)
@@ -94,13 +95,11 @@ def build(request: BuildRequest, progress: Progress) -> schema.Plan:
         options = _options(request, config, target, quant)
         job = _lift(source, config, options, request, progress)
         with store.publish(request.out, force=request.force) as root:
-            with progress.stage("tokenizer"):
-                save_tokenizer(source, root / "tokenizer")
-                tokenizer = Tokenizer.load(root / "tokenizer")
-                _ = tokenizer.chat_template  # one that does not parse stops the build, not a request
-            job, options = job.calibrated(options, tokenizer)
+            tokenizer = _tokenizer(source, root / "tokenizer", progress)
+            if tokenizer is not None:
+                job, options = job.calibrated(options, tokenizer)
             first = job.make(root, options, measured=False)
-            if request.weights == "pack":
+            if tokenizer is not None and request.weights == "pack":
                 first = job.measured(root, first)
                 text = tokenizer.encode(accuracy.EVAL_TEXT.read_text(encoding="utf-8"))
                 first = passing(
@@ -109,6 +108,18 @@ def build(request: BuildRequest, progress: Progress) -> schema.Plan:
             sealed = store.seal(root, first.plan)
             store.write_log(root, progress.seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
             return sealed
+
+
+def _tokenizer(source: ModelSource, folder: Path, progress: Progress) -> Tokenizer | None:
+    """The model's tokenizer, saved to `folder`; None for a model that is only described, and has none."""
+    if isinstance(source, DescribedSource) and not source.has_tokenizer:
+        progress.say(f"{source.name} has no tokenizer here: it comes with the weights")
+        return None
+    with progress.stage("tokenizer"):
+        save_tokenizer(source, folder)
+        tokenizer = Tokenizer.load(folder)
+        _ = tokenizer.chat_template  # one that does not parse stops the build, not a request
+    return tokenizer
 
 
 def _check_request(request: BuildRequest) -> Target:

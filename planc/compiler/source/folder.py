@@ -53,7 +53,7 @@ class FolderSource(ModelSource):
 
     def config(self) -> PretrainedConfig:
         if self._config is None:
-            stated = _load_config(self.path, self.trust_remote_code)
+            stated = load_config(self.path, self.trust_remote_code)
             config = language_config(stated)
             if config is not stated:
                 self.parent_type = stated.model_type
@@ -103,15 +103,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _load_config(path: Path, trust_remote_code: bool) -> PretrainedConfig:
+def load_config(path: Path, trust_remote_code: bool) -> PretrainedConfig:
+    """The config of a folder, or of a file by itself; PlancError when transformers cannot read it."""
     import transformers
 
     try:
         return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as e:  # noqa: BLE001 - config classes validate with many kinds of errors
         raise PlancError(
-            f"{path / 'config.json'}: transformers {transformers.__version__} cannot read this config: {one_line(e)} "
-            "If the model brings its own code, pass --trust-remote-code."
+            f"{path / 'config.json' if path.is_dir() else path}: transformers {transformers.__version__} cannot read "
+            f"this config: {one_line(e)} If the model brings its own code, pass --trust-remote-code."
         ) from None
 
 
@@ -128,7 +129,17 @@ def _open_tensors(path: Path, allow_pickle: bool) -> dict[str, TensorFile]:
         return open_pickles(path, allow_pickle)
     if found := sorted(file.name for file in path.glob("*.gguf")):
         raise PlancError(f"{path} holds GGUF files, not safetensors. Name the file: --model {path / found[0]}")
-    raise PlancError(f"{path} has no weights: neither {SINGLE} nor {INDEX}. Fetch the model's safetensors files.")
+    raise PlancError(
+        f"{path} has no weights: neither {SINGLE} nor {INDEX}. Fetch the model's safetensors files; --weights none "
+        "builds the code without."
+    )
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a folder holds weights of any kind, or an index of them."""
+    from planc.compiler.source.pickle_file import pickle_names
+
+    return (path / INDEX).is_file() or (path / SINGLE).is_file() or bool(pickle_names(path))
 
 
 def _open_sharded(path: Path, index: dict[str, Any]) -> dict[str, TensorFile]:
