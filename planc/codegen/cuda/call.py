@@ -6,7 +6,7 @@ equal names are equal kernels.
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 
 from planc.compiler.ir.graph import Node
@@ -88,17 +88,28 @@ class Call:
 
 @dataclass(frozen=True)
 class Site:
-    """What a row of the table sees: a node, the types of its inputs in order, an arch and a bucket."""
+    """What a row of the table sees: a node, the types of its inputs in order, an arch and a bucket.
+
+    `aligned` names the values that lie at a multiple of 16 bytes; None means all but strided views.
+    """
 
     node: Node
     inputs: tuple[TensorType, ...]
     arch: int
     bucket: Bucket
+    aligned: Set[str] | None = None
 
     @property
     def out(self) -> TensorType:
         """Type of the first output."""
         return self.node.out.type
+
+    def is_aligned(self, name: str) -> bool:
+        """Whether a value lies at a multiple of 16 bytes."""
+        if self.aligned is not None:
+            return name in self.aligned
+        at = self.node.inputs.index(name) if name in self.node.inputs else None
+        return at is None or not self.inputs[at].layout.startswith("strides:")
 
     def number(self, name: str, default: float | None = None) -> float:
         """A numeric attribute."""
@@ -124,15 +135,25 @@ class Row:
     when: Callable[[Site], bool] = lambda site: True
 
 
-def calls(node: Node, types: Mapping[str, TensorType], arch: int, bucket: Bucket) -> tuple[Call, ...]:
-    """The launches that run `node`, in order; none for a view. PlancError says what exists when no kernel fits."""
+def calls(
+    node: Node,
+    types: Mapping[str, TensorType],
+    arch: int,
+    bucket: Bucket,
+    aligned: Set[str] | None = None,
+) -> tuple[Call, ...]:
+    """The launches that run `node`, in order; none for a view. PlancError says what exists when no kernel fits.
+
+    `aligned` names the values whose address is a multiple of 16 bytes, which wide accesses need; without it, every
+    value is taken to be but strided views.
+    """
     from planc.codegen.cuda.table import TABLE  # the table needs this module's types
 
     if arch not in ARCHES:
         raise PlancError(f"no kernels for sm_{arch}; kernels are made for {', '.join(f'sm_{a}' for a in ARCHES)}")
     if OPS[node.op].view:
         return ()
-    site = Site(node, tuple(types[i] for i in node.inputs), arch, bucket)
+    site = Site(node, tuple(types[i] for i in node.inputs), arch, bucket, aligned)
     rows = [r for r in TABLE if r.op == node.op]
     for row in rows:
         if row.when(site):

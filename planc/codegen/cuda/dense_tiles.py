@@ -1,0 +1,81 @@
+"""Tiles of products: in go an arch, what is multiplied and how many rows, out come the tile's sizes, warps and stages.
+
+The one place that chooses. What a choice may depend on: BK on the weight alone, since it orders additions; BM on the
+rows of the bucket. On sm_90 and sm_100 at least 64 rows (channels, where operands are swapped) make every bucket use
+the same instruction, on the others any multiple of 16 does.
+"""
+
+from dataclasses import dataclass
+
+BAND = 8  # tiles of rows that share the weights in the L2 cache
+_WARPGROUP = (90, 100)  # tensor cores take 64 rows at a time
+# Bytes of shared memory that the stages of a tile may take; the arch's limit is higher, layouts are converted there.
+_BUDGET = {80: 136 << 10, 86: 80 << 10, 89: 80 << 10, 90: 192 << 10, 100: 176 << 10, 120: 80 << 10}
+_FULL = 128  # programs that keep most GPUs busy
+_MAX_STAGES = 5
+
+
+@dataclass(frozen=True)
+class Tile:
+    """BM rows by BN channels in steps of BK, by `warps` warps, with `stages` steps in flight."""
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+
+
+def floats(arch: int, rows: int, n: int, x_bytes: int, w_bytes: int) -> Tile:
+    """x times a weight of bf16, or of f32, which has no tensor cores."""
+    if w_bytes == 4:
+        bm = _step(rows, 16, 64)
+        return Tile(bm, 64 if bm == 64 else 32, 32, 8 if bm == 64 else 4, 3)
+    return _rows_first(arch, rows, n, 64, x_bytes, w_bytes)
+
+
+def codes(arch: int, rows: int, n: int) -> Tile:
+    """Codes of 8 bits times codes of 8 bits."""
+    return _rows_first(arch, rows, n, 128, 1, 1)
+
+
+def widened(arch: int, rows: int, n: int, x_bytes: int, code_bits: int, group: int | None) -> Tile:
+    """x times codes that are widened in registers; rows are the columns of its products. BK divides the group."""
+    bk = 64 if code_bits == 8 or (group or 0) < 64 else min(group or 0, 128)
+    if code_bits == 4 and group == 32:
+        bk = 32
+    return _channels_first(arch, rows, n, bk, x_bytes, code_bits)
+
+
+def spread(arch: int, rows: int, n: int, x_bytes: int) -> Tile:
+    """Like `widened`, where scales of small groups widen with the codes: BK is a multiple of the group."""
+    return _channels_first(arch, rows, n, 64, x_bytes, 4)
+
+
+def _rows_first(arch: int, rows: int, n: int, bk: int, x_bytes: int, w_bytes: int) -> Tile:
+    bm = _step(rows, 64 if arch in _WARPGROUP else 16, 128 if _BUDGET[arch] > 100 << 10 else 64)
+    narrow = 32 if -(-n // 64) < _FULL else 64
+    bn = narrow if rows <= 64 else 128
+    warps = 8 if bm * bn >= 128 * 128 else 4
+    return Tile(bm, bn, bk, warps, _stages(arch, bm * bk * x_bytes + bn * bk * w_bytes))
+
+
+def _channels_first(arch: int, rows: int, n: int, bk: int, x_bytes: int, code_bits: int) -> Tile:
+    bm = _step(rows, 16, 64)
+    bn = 64 if bm < 64 else 128
+    warps = 8 if bm == 64 else 4
+    return Tile(bm, bn, bk, warps, _stages(arch, bm * bk * x_bytes + bn * bk * code_bits // 8))
+
+
+def _step(rows: int, least: int, most: int) -> int:
+    """The least power of two that holds the rows, within bounds."""
+    return min(max(1 << (rows - 1).bit_length(), least), most)
+
+
+def _stages(arch: int, step_bytes: int) -> int:
+    return max(2, min(_MAX_STAGES, _BUDGET[arch] // step_bytes))
+
+
+def vector_warps(width: int) -> int:
+    """Warps of a program that holds a vector of `width` elements in registers."""
+    return 4 if width <= 2048 else 8 if width <= 8192 else 16 if width <= 32768 else 32
