@@ -118,9 +118,9 @@ class _Builder(stock.InterpreterBuilder):  # type: ignore[misc]
         return self.cast_impl(src, kind)
 
     def create_dot(self, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
-        """Products in float32; those of integers are exact, since float64 holds them."""
-        wide = np.float64 if d.data.dtype.kind in "iu" else np.float32
-        made = np.matmul(a.data.astype(wide), b.data.astype(wide)).astype(d.data.dtype) + d.data
+        """Products in float64, rounded once: exact for integers, and the same for a row wherever it lies in its tile,
+        which float32 of a BLAS is not."""
+        made = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)).astype(d.data.dtype) + d.data
         return stock.TensorHandle(made, d.dtype.scalar)
 
     def create_precise_divf(self, lhs: Any, rhs: Any) -> Any:

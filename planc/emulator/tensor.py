@@ -1,0 +1,193 @@
+"""Tensor cores: in go fragments spread over the lanes of warps, and tiles in shared memory, out come products.
+
+Fragments lie in registers as the PTX manual lays them out. Products of narrow types are exact; they are summed in
+float32 in an order of the host's own, as the order of a tensor core is not documented either.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from planc.emulator import floats
+from planc.emulator.memory import Fault
+
+if TYPE_CHECKING:
+    from planc.emulator.machine import Machine
+
+Array = Any  # NDArray[Any], whose arithmetic mypy types too loosely here
+_LANE = np.arange(32)
+_GROUP, _MEMBER = _LANE >> 2, _LANE & 3
+_SWIZZLE_BYTES = {0: 16, 1: 128, 2: 64, 3: 32}  # the descriptor's code -> bytes of a row
+SWIZZLE_BITS = {16: 0, 32: 1, 64: 3, 128: 7}  # bytes of a row -> address bits that are mixed in
+
+
+@lru_cache(maxsize=64)
+def _left_order(k: int, per: int, registers: int) -> Array:
+    """For each element of A [16, k] its place among [registers, lane, element]."""
+    order = np.empty((16, k), np.int64)
+    for r in range(registers):
+        for e in range(per):
+            place = (r * 32 + _LANE) * per + e
+            order[_GROUP + 8 * (r & 1), _MEMBER * per + e + 4 * per * (r >> 1)] = place
+    return order.reshape(-1)
+
+
+@lru_cache(maxsize=64)
+def _right_order(k: int, per: int, registers: int) -> Array:
+    """For each element of B [k, 8] its place among [registers, lane, element]."""
+    order = np.empty((k, 8), np.int64)
+    for r in range(registers):
+        for e in range(per):
+            order[_MEMBER * per + e + 4 * per * r, _GROUP] = (r * 32 + _LANE) * per + e
+    return order.reshape(-1)
+
+
+@lru_cache(maxsize=64)
+def _out_order(n: int) -> Array:
+    """For each register and lane its place in D [16, n]."""
+    registers = np.arange(n // 2)[:, None]
+    row = _GROUP + 8 * ((registers >> 1) & 1)
+    column = 8 * (registers >> 2) + 2 * _MEMBER + (registers & 1)
+    order: Array = row * n + column
+    return order
+
+
+class Tensor:
+    """Matrix instructions of one machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def _gather(self, registers: tuple[Array, ...], warps: int) -> Array:
+        """[warps, registers, lanes] of uint32."""
+        out = np.empty((warps, len(registers), 32), np.uint32)
+        for number, register in enumerate(registers):
+            out[:, number] = register.reshape(-1, 32) if register.size > 1 else register
+        return out
+
+    def _elements(self, registers: tuple[Array, ...], kind: str) -> Array:
+        """Bit patterns [warps, registers * lanes * elements]."""
+        size = floats.SIZE[kind]
+        packed = self._gather(registers, self.machine.lanes // 32)
+        return packed.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[size]).reshape(len(packed), -1)
+
+    def _left(self, registers: tuple[Array, ...], kind: str, k: int) -> Array:
+        order = _left_order(k, 4 // floats.SIZE[kind], len(registers))
+        return floats.widen(np.take(self._elements(registers, kind), order, axis=1), kind).reshape(-1, 16, k)
+
+    def mma(
+        self, a: tuple[Array, ...], b: tuple[Array, ...], c: tuple[Array, ...], k: int, left: str, right: str, kind: Any
+    ) -> list[Array]:
+        """mma.sync of m16n8: the registers of A·B + C."""
+        order = _right_order(k, 4 // floats.SIZE[right], len(b))
+        second = floats.widen(np.take(self._elements(b, right), order, axis=1), right).reshape(-1, k, 8)
+        product = np.matmul(self._left(a, left, k), second).reshape(-1, 128)
+        return [(product[:, o].reshape(-1).astype(kind) + old) for o, old in zip(_out_order(8), c, strict=True)]
+
+    def wgmma(
+        self,
+        a: tuple[Array, ...] | Array,
+        b: Array,
+        old: tuple[Array, ...],
+        keep: Array,
+        shape: tuple[int, int, int],
+        left: str,
+        right: str,
+        kind: Any,
+        sign: int,
+        k_slow: tuple[bool, bool],
+    ) -> list[Array]:
+        """wgmma of four warps: D = A·B (+ D where `keep`); operands in shared memory come by descriptor."""
+        _, n, k = shape
+        if isinstance(a, tuple):
+            first = self._left(a, left, k).reshape(-1, 64, k)
+        else:
+            first = floats.widen(self._tile(a, 64, k, left, k_slow[0]), left)
+        second = floats.widen(self._tile(b, n, k, right, k_slow[1]), right)
+        product = (
+            sign * np.matmul(first, second.swapaxes(1, 2)) if sign != 1 else np.matmul(first, second.swapaxes(1, 2))
+        )
+        rows = product.reshape(-1, 16 * n)
+        every = keep.size == 1 and bool(keep[0])
+        out = []
+        for order, before in zip(_out_order(n), old, strict=True):
+            value = rows[:, order].reshape(-1).astype(kind)
+            out.append(value + before if every else np.where(keep, value + before, value))
+        return out
+
+    def _tile(self, descriptor: Array, rows: int, k: int, kind: str, k_slow: bool) -> Array:
+        """Bit patterns [groups, rows, k] of an operand in shared memory."""
+        size = floats.SIZE[kind]
+        part: Any = {1: np.uint8, 2: np.uint16, 4: np.uint32}[size]
+        each = descriptor if descriptor.size == 1 else descriptor[::128]
+        groups = self.machine.lanes // 128
+        values = np.unique(each)
+        places = np.stack([_places(int(v), rows, k, size, k_slow) for v in values])
+        if int(places.max()) + 16 > self.machine.shared_bytes:
+            raise Fault(
+                f"a matrix ends at byte {int(places.max()) + 16} of {self.machine.shared_bytes} in shared memory", 0
+            )
+        chosen = places[np.searchsorted(values, np.broadcast_to(each, groups))]
+        index = (chosen + self.machine.shared_base[::128].reshape(-1, 1, 1)) >> 4
+        bits = self.machine.shared[16][index].view(part)  # [groups, slow axis, fast axis]
+        return bits.swapaxes(1, 2) if k_slow else bits
+
+    def load_matrix(self, base: Array, offset: int, mask: Array | None, count: int, transposed: bool) -> list[Array]:
+        """ldmatrix: rows of 16 bytes whose addresses lanes 8j..8j+7 hold for matrix j."""
+        m = self.machine
+        lanes = np.arange(m.lanes) & 31
+        taking = lanes < 8 * count if mask is None else (lanes < 8 * count) & mask
+        at = None if taking.all() else np.flatnonzero(taking)
+        index = m.shared_index(base, offset, at, 16)
+        rows = np.zeros(m.lanes, np.complex128)
+        if at is None:
+            rows = m.shared[16][index]
+        else:
+            rows[at] = m.shared[16][index]
+        words = rows.view(np.uint32).reshape(-1, 4, 8, 4)  # warp, matrix, row, word
+        if transposed:
+            halves = np.ascontiguousarray(words).view(np.uint16).reshape(-1, 4, 8, 8)
+            words = np.ascontiguousarray(halves.swapaxes(2, 3)).view(np.uint32)
+        return [np.ascontiguousarray(words[:, j]).reshape(-1) for j in range(count)]
+
+    def store_matrix(
+        self, base: Array, offset: int, mask: Array | None, values: tuple[Array, ...], count: int, transposed: bool
+    ) -> None:
+        """stmatrix, the inverse of load_matrix."""
+        m = self.machine
+        words = np.zeros((m.lanes // 32, 4, 8, 4), np.uint32)
+        for j, value in enumerate(values):
+            words[:, j] = m.full(value).reshape(-1, 8, 4)
+        if transposed:
+            halves = words.view(np.uint16).reshape(-1, 4, 8, 8)
+            words = np.ascontiguousarray(halves.swapaxes(2, 3)).view(np.uint32)
+        rows = words.reshape(-1, 4).view(np.complex128).reshape(-1)
+        lanes = np.arange(m.lanes) & 31
+        taking = lanes < 8 * count if mask is None else (lanes < 8 * count) & mask
+        at = np.flatnonzero(taking)
+        m.shared[16][m.shared_index(base, offset, at, 16)] = rows[at]
+
+    def transpose(self, value: Array) -> Array:
+        """movmatrix: the 8x8 matrix of a warp, transposed."""
+        halves = self.machine.full(value).view(np.uint16).reshape(-1, 8, 8)
+        return np.ascontiguousarray(halves.swapaxes(1, 2)).view(np.uint32).reshape(-1)
+
+
+@lru_cache(maxsize=4096)
+def _places(descriptor: int, rows: int, k: int, size: int, k_slow: bool) -> Array:
+    """Shared addresses of the 16-byte pieces of an operand: [rows, k pieces], or [k, row pieces] when k is slow."""
+    base, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
+    span = _SWIZZLE_BYTES[descriptor >> 62 & 3]
+    if not k_slow:
+        row, piece = np.arange(rows)[:, None], np.arange(k * size // 16)[None]
+        column = piece * 16 if span > 16 else piece * leading
+        place = base + (row // 8) * stride + (row % 8) * span + column
+    else:
+        per = span // size
+        slow, row = np.arange(k)[:, None], np.arange(0, rows, 16 // size)[None]
+        place = base + (row // per) * leading + (slow // 8) * stride + (slow % 8) * span + (row % per) * size
+    mixed: Array = place ^ (((place >> 7) & SWIZZLE_BITS[span]) << 4)
+    return mixed
