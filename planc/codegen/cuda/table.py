@@ -2,5 +2,6 @@
 
 from planc.codegen.cuda.call import Row
 from planc.codegen.cuda.dense import DENSE
+from planc.codegen.cuda.pointwise import POINTWISE
 
-TABLE: tuple[Row, ...] = DENSE
+TABLE: tuple[Row, ...] = (*DENSE, *POINTWISE)

@@ -1,0 +1,284 @@
+"""CUDA kernel rows of the paged cache: attention over it, and writing it.
+
+Which of two ways a bucket takes is a matter of speed alone, since both give the same bits: one program a tile, or one a
+tile and split of the keys and a second launch that merges them, where tiles are too few to fill a GPU.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from planc.codegen.cuda.call import Call, Constant, Ref, Row, Site, cdiv, i32, kernel, pointer, scratch, value
+from planc.compiler.ir.quant import LIMITS
+from planc.compiler.ir.types import DTYPES, TensorType
+from planc.errors import PlancError
+
+_KV = ("f32", "bf16", "i8")
+_BM = 64  # rows of a tile on every SM: the least that sm_90 multiplies with wgmma
+_SEQS = 128  # sequences that a program looks for its own among, at a time
+_FILLED = 256  # programs that fill any GPU: below that, keys are split
+_SPLITS = 64  # most splits of a sequence's keys: each has a sum of values in memory
+_SPLIT = 512  # positions of a split, at least
+_HEADS = 4  # that one program merges
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """Where a layer lies in the pages, from a node's attributes."""
+
+    site: Site
+
+    def number(self, name: str) -> int:
+        """An attribute that is a whole number."""
+        return int(self.site.number(name))
+
+    @property
+    def dtype(self) -> str:
+        """Of the elements."""
+        return str(self.site.node.attr("dtype"))
+
+    @cached_property
+    def constants(self) -> Mapping[str, Constant]:
+        """What both kernels know of the pages. SCALES is 0 where elements have none."""
+        k, v, page = self.number("k_dim"), self.number("v_dim"), self.number("page_bytes")
+        return {
+            "K_DIM": k,
+            "V_DIM": v,
+            "K_PAD": _padded(k),
+            "V_PAD": _padded(v),
+            "BLOCK": self.number("block"),
+            "PAGE": page // DTYPES[self.dtype].itemsize,
+            "SCALES": page // 4 if self.dtype == "i8" else 0,
+        }
+
+    def pointers(self, kv: str) -> dict[str, tuple[str, Ref] | None]:
+        """Names that end in k, v, ks, vs -> types and places of the layer's parts; None for scales that are not."""
+        parts: dict[str, tuple[str, Ref] | None] = {}
+        for name in ("k", "v"):
+            parts[name] = (pointer(self.dtype), value(kv, self.number(f"{name}_offset")))
+        for name in ("k", "v"):
+            scaled = self.dtype == "i8"
+            parts[f"{name}s"] = (pointer("f32"), value(kv, self.number(f"{name}_scale_offset"))) if scaled else None
+        return parts
+
+
+def _padded(n: int) -> int:
+    """The next power of two, at least what tensor cores take."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def _split_size(stride: int, block: int) -> int:
+    """Positions of a split: of a page table this wide, _SPLITS are the most."""
+    return max(_SPLIT, 1 << (cdiv(stride * block, _SPLITS) - 1).bit_length())
+
+
+class _Attention:
+    """The arguments of attention, gathered once for its kernels."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.cache = _Cache(site)
+        q, _, table = site.inputs[:3]
+        self.tokens, self.seqs = site.bucket.tokens, site.bucket.seqs
+        self.heads = int(q.shape[1])
+        self.kv_heads = self.cache.number("heads")
+        self.group = self.heads // self.kv_heads
+        self.parts = cdiv(self.group, _BM)
+        self.tile_heads = cdiv(self.group, self.parts)
+        self.tiles = self.tokens // (_BM // self.tile_heads) + self.seqs
+        self.stride = _width(site, table)
+        self.split = _split_size(self.stride, self.cache.number("block"))
+        self.splits = cdiv(self.stride * self.cache.number("block"), self.split)
+        extra = list(site.node.inputs[5:])
+        self.sinks = extra.pop(0) if site.flag("sinks") else None
+        self.slopes = extra.pop(0) if site.flag("alibi") else None
+
+    def calls(self) -> tuple[Call, ...]:
+        """One launch, or two where keys are split."""
+        if self.splits == 1 or self.tiles * self.kv_heads * self.parts >= _FILLED:
+            return (self._whole(),)
+        return self._split(), self._combine()
+
+    @property
+    def _window(self) -> dict[str, Constant]:
+        kind = str(self.site.node.attr("kind"))
+        return {"KIND": kind, "WINDOW": 0 if kind == "causal" else int(self.site.number("window"))}
+
+    @property
+    def _constants(self) -> dict[str, Constant]:
+        q = self.site.inputs[0]
+        row, head, _ = q.strides()
+        return {
+            "Q_ROW": row,
+            "Q_HEAD": head,
+            "TABLE": self.stride,
+            "GROUP": self.group,
+            "HEADS": self.tile_heads,
+            "BM": _BM,
+            "BN": 32 if self.cache.dtype == "f32" else 64,
+            "SPLIT": self.split,
+            "SEQS": _SEQS,
+            **self.cache.constants,
+            "WIDE": self.cache.dtype == "f32",
+            **self._window,
+            "SCALE": self.site.number("scale"),
+            "SOFTCAP": self.site.number("softcap", 0.0),
+        }
+
+    def _inputs(self, *, sinks: bool) -> dict[str, tuple[str, Ref] | None]:
+        q, kv, table, start, positions = self.site.node.inputs[:5]
+        types = self.site.inputs
+        out: dict[str, tuple[str, Ref] | None] = {"q_ptr": (pointer(types[0].dtype), value(q))}
+        out |= {f"{name}_ptr": part for name, part in self.cache.pointers(kv).items()}
+        ints = (("table_ptr", table), ("start_ptr", start), ("positions_ptr", positions))
+        out |= {name: (pointer("i32"), value(source)) for name, source in ints}
+        heads = ([("sinks_ptr", self.sinks)] if sinks else []) + [("slopes_ptr", self.slopes)]
+        return out | {name: (pointer("f32"), value(source)) if source else None for name, source in heads}
+
+    def _whole(self) -> Call:
+        out = self.site.node.out
+        given = self._inputs(sinks=True) | {"out_ptr": (pointer(out.type.dtype), value(out.name))}
+        given |= {"tokens": ("i32", i32(self.tokens)), "seqs": ("i32", i32(self.seqs))}
+        constants = self._constants | {"OUT_ROW": out.type.strides()[0]}
+        return self._call("attend", (self.tiles, self.kv_heads, self.parts), given, constants, (out.name,))
+
+    def _split(self) -> Call:
+        given = self._inputs(sinks=False)
+        given |= {f"{name}_ptr": (pointer("f32"), scratch(name)) for name in ("stats", "acc")}
+        given |= {"tokens": ("i32", i32(self.tokens)), "seqs": ("i32", i32(self.seqs))}
+        constants = self._constants | {"Q_HEADS": self.heads, "SPLITS": self.splits}
+        grid = (self.tiles, self.kv_heads * self.parts, self.splits)
+        return self._call("attend_split", grid, given, constants, ("stats", "acc"))
+
+    def _combine(self) -> Call:
+        out, (start, positions) = self.site.node.out, self.site.node.inputs[3:5]
+        given: dict[str, tuple[str, Ref] | None] = {
+            **{f"{name}_ptr": (pointer("f32"), scratch(name)) for name in ("stats", "acc")},
+            "start_ptr": (pointer("i32"), value(start)),
+            "positions_ptr": (pointer("i32"), value(positions)),
+            "sinks_ptr": (pointer("f32"), value(self.sinks)) if self.sinks else None,
+            "out_ptr": (pointer(out.type.dtype), value(out.name)),
+            "seqs": ("i32", i32(self.seqs)),
+        }
+        constants: dict[str, Constant] = {
+            "OUT_ROW": out.type.strides()[0],
+            "Q_HEADS": self.heads,
+            "SPLITS": self.splits,
+            "ROWS": _HEADS,
+            "SPLIT": self.split,
+            "V_DIM": self.cache.constants["V_DIM"],
+            "V_PAD": self.cache.constants["V_PAD"],
+            **self._window,
+        }
+        grid = (self.tokens, cdiv(self.heads, _HEADS), 1)
+        return self._call("combine", grid, given, constants, (out.name,))
+
+    def _call(
+        self,
+        function: str,
+        grid: tuple[int, int, int],
+        given: Mapping[str, tuple[str, Ref] | None],
+        constants: Mapping[str, Constant],
+        writes: tuple[str, ...],
+    ) -> Call:
+        sums = 4 * self.tokens * self.heads * self.splits
+        sizes = {"stats": 2 * sums, "acc": sums * self.cache.number("v_dim")}
+        wide = max(self.cache.number("k_dim"), self.cache.number("v_dim")) > 128
+        warps = 4 if function == "combine" or not wide else 8
+        return _call(self.site, "attention", function, grid, given, constants, writes, sizes, warps)
+
+
+def _call(
+    site: Site,
+    source: str,
+    function: str,
+    grid: tuple[int, int, int],
+    given: Mapping[str, tuple[str, Ref] | None],
+    constants: Mapping[str, Constant],
+    writes: tuple[str, ...],
+    sizes: Mapping[str, int],
+    warps: int,
+) -> Call:
+    """A call from its arguments by name: type and place, or None where the node has none of that name."""
+    args = {name: arg for name, arg in given.items() if arg is not None}
+    absent = {name: None for name, arg in given.items() if arg is None}
+    made = kernel(
+        source,
+        function,
+        {name: kind for name, (kind, _) in args.items()},
+        {**absent, **constants},
+        aligned=frozenset(name for name, (_, ref) in args.items() if _is_aligned(site, ref)),
+        num_warps=warps,
+        num_stages=2,
+    )
+    refs = tuple(ref for _, ref in args.values())
+    named = dict.fromkeys(str(r.value) for r in refs if r.kind in ("value", "scratch"))
+    used = {name: sizes[name] for name in named if name in sizes}
+    return Call(made, grid, refs, tuple(n for n in named if n not in writes), writes, used)
+
+
+def _is_aligned(site: Site, ref: Ref) -> bool:
+    """Whether a pointer is a multiple of 16 bytes: the parts of a page are."""
+    return ref.kind == "scratch" or (ref.kind == "value" and site.is_aligned(str(ref.value)))
+
+
+def _width(site: Site, table: TensorType) -> int:
+    """Pages of a row of the page table."""
+    width = table.shape[1]
+    if not isinstance(width, int):
+        raise PlancError(
+            f"{site.node.op} at {site.node.loc or 'top level'}: the page table is {table}; the width of its rows must "
+            "be a number when kernels are chosen"
+        )
+    return width
+
+
+def _append(site: Site) -> tuple[Call, ...]:
+    k, v, slots, kv = site.node.inputs
+    cache = _Cache(site)
+    given: dict[str, tuple[str, Ref] | None] = {
+        "k_ptr": (pointer(site.inputs[0].dtype), value(k)),
+        "v_ptr": (pointer(site.inputs[1].dtype), value(v)),
+        "slots_ptr": (pointer("i32"), value(slots)),
+    }
+    names = {"k": "k_pages_ptr", "v": "v_pages_ptr", "ks": "k_scales_ptr", "vs": "v_scales_ptr"}
+    given |= {names[part]: arg for part, arg in cache.pointers(kv).items()}
+    constants: dict[str, Constant] = {}
+    for name, t in zip(("K", "V"), site.inputs, strict=False):
+        row, head, _ = t.strides()
+        constants |= {f"{name}_ROW": row, f"{name}_HEAD": head}
+    constants |= dict(cache.constants) | {"LIMIT": LIMITS["i8"] if cache.dtype == "i8" else 0.0}
+    grid = (site.bucket.tokens, cache.number("heads"), 1)
+    return (_call(site, "kv", "append", grid, given, constants, (kv,), {}, 1),)
+
+
+def _fits_attention(site: Site) -> bool:
+    q, out = site.inputs[0], site.out
+    kinds = ("causal", "sliding", "chunked")
+    return (
+        str(site.node.attr("dtype")) in _KV
+        and str(site.node.attr("kind")) in kinds
+        and _is_view(q)
+        and out.layout == "row"
+        and all(t.layout == "row" and t.dtype == "f32" for t in site.inputs[5:])
+    )
+
+
+def _fits_append(site: Site) -> bool:
+    return str(site.node.attr("dtype")) in _KV and _is_view(site.inputs[0]) and _is_view(site.inputs[1])
+
+
+def _is_view(t: TensorType) -> bool:
+    return t.dtype in ("f32", "bf16") and (t.layout == "row" or t.layout.startswith("strides:"))
+
+
+_CACHES = "caches of " + ", ".join(_KV)
+ATTENTION: tuple[Row, ...] = (
+    Row(
+        "paged_attention",
+        lambda site: _Attention(site).calls(),
+        f"queries of f32 or bf16, dense or strided, and {_CACHES}",
+        _fits_attention,
+    ),
+    Row("kv_append", _append, f"keys and values of f32 or bf16, dense or strided, and {_CACHES}", _fits_append),
+)
