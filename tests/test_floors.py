@@ -27,7 +27,10 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
         ("numpy", "onnx"),
     ),
-    "passes": (("planc.passes", "planc.plans", "planc.codegen.target", "planc.codegen.kernel", *IR), ("numpy",)),
+    "passes": (
+        ("planc.passes", "planc.plans", "planc.codegen.target", "planc.codegen.kernel", "planc.codegen.cuda.call", *IR),
+        ("numpy",),
+    ),
     "codegen/cuda/kernels": ((), ("triton",)),
     "emulator": (("planc.emulator", "planc.plans", "planc.errors"), ("numpy", "ml_dtypes", "triton")),
     "codegen": (("planc.codegen", "planc.plans", *IR), ("numpy", "jinja2", "triton")),

@@ -14,6 +14,7 @@ from planc.codegen import cpu, program
 from planc.codegen import target as targets
 from planc.codegen.target import Target
 from planc.compiler import accuracy, gate, weights
+from planc.compiler.backends import generate
 from planc.compiler.calibrate import BUILTIN, LEAST, TOKENS, calibrate_model, calibration_text
 from planc.compiler.ir.graph import Graph
 from planc.compiler.ir.text import to_text
@@ -24,11 +25,10 @@ from planc.compiler.reference import Judge
 from planc.compiler.residency import bounded
 from planc.compiler.source import DescribedSource, ModelSource, open_source
 from planc.compiler.source.base import most_positions
-from planc.compiler.storage import check_kernels, storage
+from planc.compiler.storage import check_kernels, storage, used
 from planc.compiler.tokenizer import save_tokenizer
 from planc.compiler.weight_errors import errors, quantized
 from planc.errors import PlancError, UsageError
-from planc.passes.memory import arena_bytes
 from planc.passes.options import Options
 from planc.passes.pipeline import run as run_passes
 from planc.passes.schemes import QuantConfig
@@ -91,6 +91,7 @@ def build(request: BuildRequest, progress: Progress) -> schema.Plan:
     ) as source:
         config = source.config()
         quant = storage(request.dtype, request.quant_config, source)
+        targets.check_dtypes(target, used(quant), _kv_cache_dtype(request))
         check_kernels(quant, target)
         options = _options(request, config, target, quant)
         job = _lift(source, config, options, request, progress)
@@ -154,7 +155,8 @@ def _most(request: BuildRequest, options: Options) -> gate.Limits:
 
 
 def _options(request: BuildRequest, config: "PretrainedConfig", target: Target, quant: QuantConfig) -> Options:
-    kv = KV_DTYPES[_kv_cache_dtype(request)]
+    dtypes = targets.KV_FLAGS if target.kind == "cuda" else KV_DTYPES
+    kv = dtypes[_kv_cache_dtype(request)]
     return Options(
         target=target,
         dtype=quant.default,
@@ -290,12 +292,28 @@ class _Job:
         return Attempt(options, graph, plan)
 
     def measured(self, root: Path, attempt: Attempt) -> Attempt:
-        plan = _measure(root, attempt.graph, attempt.plan, self.judge, attempt.options, self.progress)
+        if attempt.options.target.kind == "cuda":
+            plan = self._measured_by_twin(root, attempt)
+        else:
+            plan = _measure(root, attempt.graph, attempt.plan, self.judge, attempt.options, self.progress)
         if plan.accuracy.mean_kl is not None and quantized(attempt.graph):
             with self.progress.stage("errors of weights"):
                 found = errors(attempt.graph, self.source.read, self.source.read_rows)
             plan = replace(plan, accuracy=replace(plan.accuracy, weights=found))
         return replace(attempt, plan=plan)
+
+    def _measured_by_twin(self, root: Path, attempt: Attempt) -> schema.Plan:
+        """A GPU's plan has its goldens and accuracy from a plan of the same weights and schemes for this CPU."""
+        options = replace(attempt.options, target=targets.host())
+        with tempfile.TemporaryDirectory(prefix="planc-", dir=root.parent) as folder:
+            twin = Path(folder)
+            (twin / "tokenizer").symlink_to((root / "tokenizer").resolve())
+            self.progress.say("measuring with a plan of the same weights for this CPU")
+            made = self.write(twin, *self.passes(options), options)
+            found = _measure(twin, made.graph, made.plan, self.judge, options, self.progress)
+        return replace(
+            attempt.plan, goldens=found.goldens, accuracy=found.accuracy, goldens_target=found.goldens_target
+        )
 
 
 def _write(
@@ -310,8 +328,7 @@ def _write(
 ) -> schema.Plan:
     """Writes graph, kernels and weights below `root`."""
     (root / store.GRAPH).write_text(to_text(graph))
-    code = program.program(graph, options.target, options.dims)
-    cpu.build(code, root / "kernels", progress=progress.counter("kernels"))
+    made = generate(graph, options, root, progress.counter("kernels"))
     weights.write_constants(graph, root)
     packed = weights.split(graph)[1]
     if request.weights == "pack":
@@ -325,14 +342,10 @@ def _write(
         ),
         limits=_limits(graph, options),
         kv=kv_of(graph, options),
-        memory=_memory(graph, options),
-        program=schema.Program(
-            library=f"kernels/{cpu.LIBRARY}",
-            arena_bytes=arena_bytes(graph, options.dims),
-            logits_offset=code.logits_offset,
-            weights=code.weights,
-        ),
-        kernels=tuple(schema.Kernel(k.name, k.op, f"{k.name}.cpp", code.counts[k.name]) for k in code.kernels),
+        memory=made.memory(kv_of(graph, options)),
+        program=made.program,
+        kernels=made.kernels,
+        estimates=made.estimates,
         weight_files=(weights.CONSTANTS_FILE, *([weights.WEIGHTS_FILE] if request.weights == "pack" else [])),
         goldens=(),
         goldens_target=None,
@@ -340,7 +353,7 @@ def _write(
         passes=log,
         made_with={"planc": planc.__version__, "python": platform.python_version()}
         | {name: version(name) for name in _MADE_WITH}
-        | {"compiler": cpu.compiler().version},
+        | made.made_with,
     )
 
 
@@ -371,19 +384,6 @@ def kv_of(graph: Graph, options: Options) -> schema.KVLayout:
         layers.append(schema.KVLayer(window=window, mask=mask, **own))
     page_bytes = next(int(v.type.shape[1]) for v in graph.inputs if v.name == "kv")
     return schema.KVLayout(options.kv_dtype, options.block_size, page_bytes, tuple(layers))
-
-
-def _memory(graph: Graph, options: Options) -> schema.Memory:
-    constant, packed = weights.split(graph)
-    kv = kv_of(graph, options)
-    pages = -(-options.max_model_len // options.block_size)
-    return schema.Memory(
-        weights=weights.total_bytes(packed),
-        constants=weights.total_bytes(constant),
-        arena=arena_bytes(graph, options.dims),
-        kv_token=-(-kv.page_bytes // options.block_size),
-        kv_full=kv.page_bytes * pages * options.max_num_seqs,
-    )
 
 
 def _measure(

@@ -4,14 +4,16 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from planc.codegen.cuda.call import Bucket, calls
 from planc.codegen.kernel import layouts
 from planc.codegen.target import Target
-from planc.compiler.ir.graph import Node
+from planc.compiler.ir.graph import Node, Value
 from planc.compiler.ir.quant import SCHEMES, Scheme
-from planc.compiler.ir.types import TensorType
+from planc.compiler.ir.types import PAIRS, TensorType
 from planc.compiler.source import ModelSource
 from planc.errors import PlancError, UsageError
 from planc.passes.schemes import PLAIN, QuantConfig
@@ -67,13 +69,21 @@ def _has_kernels(row: Scheme, target: Target) -> bool:
     """Asks the kernel table with a small product."""
     w = TensorType("f32", (64, 128))
     x = [TensorType(row.act or "f32", ("T", 128)), *([TensorType("f32", ("T",))] if row.act else [])]
-    parts = [row.part_type(w, p) for p in row.parts]
-    node = Node("qlinear", tuple(f"i{i}" for i in range(len(x) + len(parts))), (), (("scheme", row.name),))
+    types = [*x, *(_stored(row.part_type(w, p), target) for p in row.parts)]
+    out = Value("y", TensorType("f32", ("T", 64)))
+    node = Node("qlinear", tuple(f"i{i}" for i in range(len(types))), (out,), (("scheme", row.name),))
     try:
-        layouts(node, [*x, *parts], target)
+        if target.kind == "cuda":
+            calls(node, dict(zip(node.inputs, types, strict=True)), target.sm.number, Bucket(1, 1, 1))
+        else:
+            layouts(node, types, target)
     except PlancError:
         return False
     return True
+
+
+def _stored(t: TensorType, target: Target) -> TensorType:
+    return replace(t, layout=PAIRS) if target.kind == "cuda" and t.dtype == "u4" else t
 
 
 def _known(name: Any, where: str) -> str:

@@ -1,27 +1,49 @@
 """Every node gets a kernel: weights take the packed layout that it reads, views that it cannot read are copied.
 
+CPU kernels read weights packed in blocks of output channels; CUDA kernels read rows, with codes of 4 bits in pairs.
+
 A node without a kernel stops the build here, before any work on weights, with the kernels that exist.
 """
 
 from dataclasses import replace
 
+from planc.codegen.cuda.call import Bucket, calls
 from planc.codegen.kernel import choose, layouts
 from planc.compiler.ir.graph import Graph, Node, Value, Weight
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.recipe import step
-from planc.compiler.ir.types import PACKED, TensorType
+from planc.compiler.ir.types import PACKED, PAIRS, TensorType
 from planc.errors import PlancError
 from planc.passes.options import Options
 
 
 def select(graph: Graph, options: Options) -> tuple[Graph, int]:
     """Settles layouts; counts the nodes that have a kernel."""
+    if options.target.kind == "cuda":
+        return _for_cuda(graph, options)
     graph = _pack(_copy_views(graph, options), options)
     _check_views(graph)
     kernels = [n for n in graph.nodes if not OPS[n.op].view]
     for n in kernels:
         choose(n, _types(n, graph), options.target)
     return graph, len(kernels)
+
+
+def _for_cuda(graph: Graph, options: Options) -> tuple[Graph, int]:
+    paired = tuple(_packed(w, PAIRS) if w.value.type.dtype == "u4" else w for w in graph.weights)
+    graph = _copy_views(replace(graph, weights=paired), options)
+    kernels = [n for n in graph.nodes if not OPS[n.op].view]
+    for n in kernels:
+        _calls(n, _types(n, graph), options)
+    return graph, len(kernels)
+
+
+def _calls(n: Node, types: list[TensorType], options: Options) -> None:
+    """PlancError when no CUDA kernel takes these inputs."""
+    limits = options.dims
+    bucket = Bucket(limits["T"], limits["S"], limits["R"])
+    pages = {"page_table": TensorType("i32", ("S", -(-options.max_model_len // options.block_size)))}
+    calls(n, dict(zip(n.inputs, types, strict=True)) | pages, options.target.sm.number, bucket)
 
 
 def _types(n: Node, graph: Graph) -> list[TensorType]:
@@ -64,6 +86,9 @@ def _unreadable(n: Node, graph: Graph, options: Options) -> list[str]:
     if not strided:
         return []
     try:
+        if options.target.kind == "cuda":
+            _calls(n, types, options)
+            return []
         want = layouts(n, types, options.target)
     except PlancError:
         return list(dict.fromkeys(strided))  # no kernel reads these views; dense inputs may have one

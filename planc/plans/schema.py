@@ -169,6 +169,29 @@ class Calibration:
 
 
 @dataclass(frozen=True)
+class KernelEstimate:
+    """Launches of one op in a step that have one bound: memory, tensor cores, NVLink, PCIe or launches."""
+
+    op: str
+    launches: int
+    milliseconds: float
+    bound: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step of a GPU as its published rates imply it: `context` tokens of each sequence are looked at."""
+
+    step: str
+    tokens: int
+    seqs: int
+    context: int
+    milliseconds: float
+    tokens_per_s: float
+    kernels: tuple[KernelEstimate, ...]
+
+
+@dataclass(frozen=True)
 class PassLog:
     """One pass: how often it matched, how often it had to (None: no expectation), and the node count after it."""
 
@@ -198,6 +221,7 @@ class Plan:
     passes: tuple[PassLog, ...]
     made_with: dict[str, str]
     calibration: Calibration | None = None
+    estimates: tuple[Estimate, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
     digest: str = ""
     schema_version: int = SCHEMA_VERSION

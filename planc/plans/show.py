@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from itertools import groupby
 
-from planc.plans.schema import Accuracy, Calibration, Plan
+from planc.plans.schema import Accuracy, Calibration, Estimate, Plan
 
 Rows = list[tuple[str, str]]
 _LAYER = re.compile(r"\bl(\d+)\.|\blayers\.(\d+)\.|\bh\.(\d+)\.")
@@ -23,6 +23,7 @@ def summary(plan: Plan) -> dict[str, Rows]:
         "Limits": [(k, f"{v:,}") for k, v in vars(plan.limits).items()],
         "Memory": _memory(plan),
         "Kernels": [(k.name, f"x{k.count}") for k in plan.kernels],
+        **({"Estimates": _estimates(plan.estimates)} if plan.estimates else {}),
         **({"Calibration": _calibration(plan.calibration)} if plan.calibration else {}),
         "Accuracy": accuracy_rows(plan.accuracy),
         "Goldens": [
@@ -65,6 +66,21 @@ def _memory(plan: Plan) -> Rows:
         ("KV cache of a token", f"{m.kv_token:,} B"),
         ("KV cache of all full sequences", mib(m.kv_full)),
     ]
+
+
+def _estimates(found: Iterable[Estimate]) -> Rows:
+    """Of each step its time and rate, then the kernels that take 95 % of it, with what bounds them."""
+    rows = []
+    for e in found:
+        size = f"{e.seqs} x {e.context:,} tokens" if e.step == "decode" else f"{e.tokens:,} tokens"
+        rows.append((f"{e.step} {size}", f"{e.milliseconds:.2f} ms, {e.tokens_per_s:,.0f} tokens/s"))
+        left = 0.95 * e.milliseconds
+        for k in e.kernels:
+            rows.append((f"  {k.op} x{k.launches}", f"{k.milliseconds:.2f} ms, bound by {k.bound}"))
+            left -= k.milliseconds
+            if left <= 0:
+                break
+    return rows
 
 
 def accuracy_rows(a: Accuracy) -> Rows:

@@ -1,0 +1,186 @@
+"""Lowering to CUDA: in goes a planned graph, an SM and buckets, out come kernels and the launches of each bucket.
+
+A bucket is a fixed size of step; its launches become one CUDA graph, whose edges come from the bytes that launches read
+and write. Values keep the addresses that the memory pass gave them for the largest step.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from planc.codegen.cuda.call import Bucket, Call, Ref, TritonKernel, calls
+from planc.codegen.cuda.hazards import Hazards, Span
+from planc.compiler.ir.graph import Graph, Node
+from planc.compiler.ir.types import PACKED, TensorType
+from planc.errors import PlancError
+from planc.plans.launches import INPUTS, KV, Arg, Binary, Buffer, Launch, LaunchPlan, StepGraph
+
+_ALIGN = 256  # bytes, as cudaMalloc aligns
+_SCRATCH = "scratch"
+_SMALLEST_PREFILL = 64  # tokens; a shorter prompt costs what one of this length does
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest step: tokens, sequences, and pages of one sequence."""
+
+    tokens: int
+    seqs: int
+    pages: int
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """Kernels to compile, and a launch plan that lacks their binaries."""
+
+    kernels: tuple[TritonKernel, ...]
+    plan: LaunchPlan
+
+    def with_binaries(self, binaries: Sequence[Binary]) -> LaunchPlan:
+        """The whole launch plan."""
+        return replace(self.plan, binaries=tuple(binaries))
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Launches of each kernel over all buckets."""
+        found: dict[str, int] = {}
+        for graph in self.plan.graphs:
+            for launch in graph.launches:
+                found[launch.kernel] = found.get(launch.kernel, 0) + 1
+        return found
+
+
+def buckets(limits: Limits) -> tuple[Bucket, ...]:
+    """Decode steps of 1, 2, 4, .. sequences with a token each, then steps of 64, 128, .. tokens, up to the largest."""
+    decode = [Bucket(n, n, n) for n in _powers(1, min(limits.seqs, limits.tokens))]
+    prefill = [Bucket(n, min(n, limits.seqs), min(n, limits.seqs)) for n in _powers(_SMALLEST_PREFILL, limits.tokens)]
+    return tuple(dict.fromkeys([*decode, *prefill]))
+
+
+def _powers(first: int, last: int) -> list[int]:
+    found = [n for n in (first << i for i in range(32)) if n < last]
+    return [*found, last]
+
+
+def lower(graph: Graph, sm: int, limits: Limits, wanted: Sequence[Bucket]) -> Lowered:
+    """The launches of every bucket of a graph that the select and memory passes have been over.
+
+    PlancError names a node that no kernel runs, or a value without an address.
+    """
+    lowering = _Lowering(graph, sm, limits)
+    graphs = tuple(lowering.step(bucket) for bucket in wanted)
+    plan = LaunchPlan(
+        sm=sm,
+        binaries=(),
+        buffers=tuple(lowering.buffers.values()),
+        arenas=lowering.arenas,
+        graphs=graphs,
+        logits=graph.outputs[0],
+        page_table_stride=limits.pages,
+    )
+    return Lowered(tuple(lowering.kernels.values()), plan)
+
+
+class _Lowering:
+    """What grows as buckets are lowered: kernels, buffers, the size of scratch memory."""
+
+    def __init__(self, graph: Graph, sm: int, limits: Limits) -> None:
+        self.graph, self.sm, self.limits = graph, sm, limits
+        self.types = dict(graph.types) | {"page_table": TensorType("i32", ("S", limits.pages))}
+        self.kernels: dict[str, TritonKernel] = {}
+        self.largest = Bucket(limits.tokens, limits.seqs, limits.seqs)
+        self.addresses = {v.name: v.addr for n in graph.nodes for v in n.outputs}
+        self.weights = {w.name for w in graph.weights}
+        self.arenas = {"weights": 0, KV: 0, "act": self._activations(), "io": 0}
+        self.buffers: dict[str, Buffer] = {}
+        for name, count in zip(INPUTS, self._input_sizes(), strict=True):
+            self._place(name, "io", count * 4)
+        self.buffers[KV] = Buffer(KV, KV, 0, 0)
+        self.buffer(graph.outputs[0])
+
+    def _input_sizes(self) -> tuple[int, ...]:
+        t, s = self.limits.tokens, self.limits.seqs
+        return (t, t, t, s * self.limits.pages, s + 1, s)
+
+    def _activations(self) -> int:
+        ends = [a + _extent(self.types[n], self.largest) for n, a in self.addresses.items() if a is not None]
+        return _aligned(max(ends, default=0))
+
+    def _place(self, name: str, arena: str, nbytes: int) -> None:
+        """Puts a buffer at the end of an arena."""
+        self.buffers[name] = Buffer(name, arena, self.arenas[arena], nbytes)
+        self.arenas[arena] += _aligned(nbytes)
+
+    def buffer(self, name: str) -> Buffer:
+        """The buffer of a value, made on its first use."""
+        if name in self.buffers:
+            return self.buffers[name]
+        if name in self.weights:
+            self._place(name, "weights", self.types[name].nbytes())
+        else:
+            address = self.addresses.get(name)
+            if address is None:
+                raise PlancError(f"%{name} has no address; run the memory pass first")
+            self.buffers[name] = Buffer(name, "act", address, _extent(self.types[name], self.largest))
+        return self.buffers[name]
+
+    def step(self, bucket: Bucket) -> StepGraph:
+        """The launches of a bucket."""
+        hazards, launches = Hazards(), []
+        for node in self.graph.nodes:
+            made = calls(node, self.types, self.sm, bucket)
+            scratch = self._scratch(made)
+            for call in made:
+                self.kernels.setdefault(call.kernel.name, call.kernel)
+                args = tuple(self._arg(ref, scratch) for ref in call.args)
+                reads, writes = (self._spans(side, node, scratch, bucket) for side in (call.reads, call.writes))
+                deps = hazards.add(reads, writes)
+                launches.append(Launch(call.kernel.name, call.grid, args, deps))
+        return StepGraph(bucket.tokens, bucket.seqs, bucket.rows, tuple(launches))
+
+    def _scratch(self, made: Sequence[Call]) -> dict[str, tuple[int, int]]:
+        """Where a node's scratch buffers begin and end; one node after the other uses the same bytes."""
+        spans, end = {}, 0
+        for name, nbytes in {n: b for call in made for n, b in call.scratch.items()}.items():
+            spans[name] = (end, end + nbytes)
+            end += _aligned(nbytes)
+        have = self.buffers.get(_SCRATCH)
+        if end and (have is None or have.nbytes < end):
+            start = have.offset if have else self.arenas["act"]
+            self.buffers[_SCRATCH] = Buffer(_SCRATCH, "act", start, end)
+            self.arenas["act"] = start + end  # scratch is the last of its arena
+        return spans
+
+    def _arg(self, ref: Ref, scratch: Mapping[str, tuple[int, int]]) -> Arg:
+        if ref.kind == "scratch":
+            return Arg("buffer", _SCRATCH, scratch[str(ref.value)][0] + ref.offset)
+        if ref.kind == "value":
+            return Arg("buffer", self.buffer(str(ref.value)).name, ref.offset)
+        return Arg(ref.kind, ref.value)
+
+    def _spans(
+        self, names: Sequence[str], node: Node, scratch: Mapping[str, tuple[int, int]], bucket: Bucket
+    ) -> list[Span]:
+        """The bytes of values and scratch buffers, of the cache the node's layer; nothing for what no launch writes."""
+        found: list[Span] = []
+        for name in names:
+            if name in scratch:
+                found.append((_SCRATCH, *scratch[name]))
+            elif name == KV:
+                layer = int(node.attr("layer"))  # type: ignore[arg-type]
+                found.append((KV, layer, layer + 1))
+            elif name not in self.weights and name not in INPUTS:
+                buffer = self.buffer(name)
+                found.append((buffer.arena, buffer.offset, buffer.offset + _extent(self.types[name], bucket)))
+        return found
+
+
+def _extent(t: TensorType, bucket: Bucket) -> int:
+    """Bytes from the first element of a value to the end of its last one."""
+    if t.layout in PACKED:
+        return t.nbytes()
+    shape = [bucket.size(d) for d in t.shape]
+    return (sum((n - 1) * s for n, s in zip(shape, t.strides(), strict=True)) + 1) * t.itemsize
+
+
+def _aligned(n: int) -> int:
+    return -(-n // _ALIGN) * _ALIGN

@@ -1,0 +1,84 @@
+"""Code of a target: in goes a planned graph, out come its files below a folder and what the manifest says of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from planc.codegen import cpu, program
+from planc.compiler import weights
+from planc.compiler.ir.graph import Graph
+from planc.passes.memory import arena_bytes
+from planc.passes.options import Options
+from planc.plans import schema
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The manifest's rows of the code. `weight_bytes` and `constant_bytes` are those of one rank on its device."""
+
+    program: schema.Program
+    kernels: tuple[schema.Kernel, ...]
+    made_with: dict[str, str]
+    weight_bytes: int
+    constant_bytes: int
+    pages: int  # of all full sequences
+    estimates: tuple[schema.Estimate, ...] = ()
+
+    def memory(self, kv: schema.KVLayout) -> schema.Memory:
+        """Bytes by part."""
+        return schema.Memory(
+            weights=self.weight_bytes,
+            constants=self.constant_bytes,
+            arena=self.program.arena_bytes,
+            kv_token=-(-kv.page_bytes // kv.block_size),
+            kv_full=kv.page_bytes * self.pages,
+        )
+
+
+def generate(graph: Graph, options: Options, root: Path, progress: Progress) -> Generated:
+    """Writes `kernels/` below `root`. PlancError when the target's compiler fails or is not installed."""
+    return (_cuda if options.target.kind == "cuda" else _cpu)(graph, options, root, progress)
+
+
+def _cpu(graph: Graph, options: Options, root: Path, progress: Progress) -> Generated:
+    code = program.program(graph, options.target, options.dims)
+    cpu.build(code, root / "kernels", progress=progress)
+    made = schema.Program(
+        library=f"kernels/{cpu.LIBRARY}",
+        arena_bytes=arena_bytes(graph, options.dims),
+        logits_offset=code.logits_offset,
+        weights=code.weights,
+    )
+    kernels = tuple(schema.Kernel(k.name, k.op, f"{k.name}.cpp", code.counts[k.name]) for k in code.kernels)
+    constant, packed = (weights.total_bytes(found) for found in weights.split(graph))
+    return Generated(made, kernels, {"compiler": cpu.compiler().version}, packed, constant, _pages(options))
+
+
+def _pages(options: Options) -> int:
+    return -(-options.max_model_len // options.block_size) * options.max_num_seqs
+
+
+def _cuda(graph: Graph, options: Options, root: Path, progress: Progress) -> Generated:
+    from planc.codegen.cuda import program as cuda
+    from planc.codegen.cuda.estimate import estimates
+    from planc.codegen.cuda.lower import Limits
+    from planc.codegen.cuda.toolchain import toolchain
+
+    limits = Limits(
+        options.max_num_batched_tokens, options.max_num_seqs, -(-options.max_model_len // options.block_size)
+    )
+    made = cuda.build(graph, options.target.sm.number, limits, root, progress=progress)
+    constant = weights.total_bytes(weights.split(graph)[0])
+    gpu = options.target.gpu
+    steps = (options.max_num_seqs, options.max_num_batched_tokens, options.max_model_len, options.tp)
+    return Generated(
+        made.program,
+        made.kernels,
+        {"triton": toolchain().triton, "ptxas": toolchain().ptxas},
+        made.weight_bytes - constant,
+        constant,
+        _pages(options),
+        tuple(estimates(graph, gpu, *steps)) if gpu else (),
+    )
