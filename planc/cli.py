@@ -77,7 +77,10 @@ def _build_extra(verb: F) -> F:
 )
 @click.option("--quant-config", type=PLAN, metavar="FILE", help="JSON: default, lm_head, embedding, router, modules.")
 @click.option(
-    "--target", default="cpu", show_default=True, help="cpu (this machine's), cpu:<isa>, or a GPU of `planc targets`."
+    "--target",
+    default="cpu",
+    show_default=True,
+    help="cpu (this machine's), cpu:<isa>, or GPUs of `planc targets`: several, with commas, give a plan each in -o.",
 )
 @click.option("--max-model-len", type=int, help="Tokens of one sequence. [default: the model's]")
 @click.option("--max-num-seqs", type=int, default=64, show_default=True, help="Sequences in one step.")
@@ -133,19 +136,16 @@ def _build_extra(verb: F) -> F:
 @_build_extra
 def build(**flags: Any) -> None:
     """Compile a model into a plan."""
-    from planc.compiler.build import BuildRequest
-    from planc.compiler.build import build as compile_plan
+    from planc.compiler.build import BuildRequest, build_each
     from planc.compiler.progress import Progress
-    from planc.plans.show import accuracy_rows, lines, mib
+    from planc.plans.show import lines, outcome
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as an interrupt does: with nothing left behind
-    request = BuildRequest(**flags)
     with Progress() as progress:
-        plan = compile_plan(request, progress)
-    m = plan.memory
-    click.echo(f"{request.out}: {plan.model.name} {plan.options.dtype} for {plan.target}")
-    sizes = [("memory", f"weights {mib(m.weights + m.constants)}, arena {mib(m.arena)}, {m.kv_token:,} B a KV token")]
-    click.echo("\n".join(lines([*sizes, *accuracy_rows(plan.accuracy)])))
+        made = build_each(BuildRequest(**flags), progress)
+    for out, plan in made.items():
+        click.echo(f"{out}: {plan.model.name} {plan.options.dtype} for {plan.target}")
+        click.echo("\n".join(lines(outcome(plan))))
 
 
 @main.command()

@@ -3,7 +3,7 @@
 import platform
 import resource
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +29,7 @@ from planc.compiler.storage import check_kernels, storage, used
 from planc.compiler.tokenizer import save_tokenizer
 from planc.compiler.weight_errors import errors, quantized
 from planc.errors import PlancError, UsageError
+from planc.passes.choices import Choices
 from planc.passes.options import Options
 from planc.passes.pipeline import run as run_passes
 from planc.passes.schemes import QuantConfig
@@ -80,8 +81,19 @@ def build(request: BuildRequest, progress: Progress) -> schema.Plan:
 
     Raises UsageError for a request that contradicts itself or the model, PlancError for a model that does not compile.
     """
-    target = _check_request(request)
-    store.check_free(request.out, force=request.force)
+    return next(iter(build_each(request, progress).values()))
+
+
+def build_each(request: BuildRequest, progress: Progress) -> dict[Path, schema.Plan]:
+    """The plan of each target that `request.target` names, by where it lies: `request.out` if it is one, else a folder
+    in it that is named as the target. They share the trace, the calibration and the measurement.
+
+    A plan is published as soon as it is whole. Errors as `build` has them.
+    """
+    _check_request(request)
+    places = _places(request)
+    for out in places.values():
+        store.check_free(out, force=request.force)
     with open_source(
         request.model,
         allow_pickle=request.allow_pickle,
@@ -91,24 +103,43 @@ def build(request: BuildRequest, progress: Progress) -> schema.Plan:
     ) as source:
         config = source.config()
         quant = storage(request.dtype, request.quant_config, source)
-        targets.check_dtypes(target, used(quant), _kv_cache_dtype(request))
-        check_kernels(quant, target)
-        options = _options(request, config, target, quant)
-        job = _lift(source, config, options, request, progress)
-        with store.publish(request.out, force=request.force) as root:
-            tokenizer = _tokenizer(source, root / "tokenizer", progress)
-            if tokenizer is not None:
-                job, options = job.calibrated(options, tokenizer)
-            first = job.make(root, options, measured=False)
-            if tokenizer is not None and request.weights == "pack":
-                first = job.measured(root, first)
-                text = tokenizer.encode(accuracy.EVAL_TEXT.read_text(encoding="utf-8"))
-                first = passing(
-                    first, _most(request, options), root, job.make, source, text, request.auto_mixed, progress
-                )
-            sealed = store.seal(root, first.plan)
-            store.write_log(root, progress.seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-            return sealed
+        for target in places:
+            targets.check_dtypes(target, used(quant), _kv_cache_dtype(request))
+            check_kernels(quant, target)
+        wanted = {target: _options(request, config, target, quant) for target in places}
+        job = _lift(source, config, next(iter(wanted.values())), request, progress)
+        made: dict[Path, schema.Plan] = {}
+        for target, options in wanted.items():
+            job, made[places[target]] = _published(job, options, places[target])
+        return made
+
+
+def _places(request: BuildRequest) -> dict[Target, Path]:
+    """Where the plan of each target goes."""
+    names = [name.strip() for name in request.target.split(",")]
+    parsed = {targets.parse(name): name for name in names}
+    if len(parsed) < len(names):
+        raise UsageError(f"--target {request.target} names a target twice.")
+    if len(parsed) == 1:
+        return {next(iter(parsed)): request.out}
+    return {target: request.out / str(target).replace(":", "-").removeprefix("cuda-") for target in parsed}
+
+
+def _published(job: "_Job", options: Options, out: Path) -> tuple["_Job", schema.Plan]:
+    """The plan of one target, sealed and in its place, and the job with what other targets' plans can use again."""
+    request, source, progress = job.request, job.source, job.progress
+    with store.publish(out, force=request.force) as root:
+        tokenizer = _tokenizer(source, root / "tokenizer", progress)
+        if tokenizer is not None:
+            job, options = job.calibrated(options, tokenizer)
+        first = job.make(root, options, measured=False)
+        if tokenizer is not None and request.weights == "pack":
+            first = job.measured(root, first)
+            text = tokenizer.encode(accuracy.EVAL_TEXT.read_text(encoding="utf-8"))
+            first = passing(first, _most(request, options), root, job.make, source, text, request.auto_mixed, progress)
+        sealed = store.seal(root, first.plan)
+        store.write_log(root, progress.seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        return job, sealed
 
 
 def _tokenizer(source: ModelSource, folder: Path, progress: Progress) -> Tokenizer | None:
@@ -123,7 +154,7 @@ def _tokenizer(source: ModelSource, folder: Path, progress: Progress) -> Tokeniz
     return tokenizer
 
 
-def _check_request(request: BuildRequest) -> Target:
+def _check_request(request: BuildRequest) -> None:
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         if getattr(request, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(request, name)}.")
@@ -145,7 +176,6 @@ def _check_request(request: BuildRequest) -> Target:
         raise UsageError(f"--max-kl is {request.max_kl:g}; pass a number of nats above 0.")
     if request.max_ppl_increase is not None:
         gate.share(request.max_ppl_increase)
-    return targets.parse(request.target)
 
 
 def _most(request: BuildRequest, options: Options) -> gate.Limits:
@@ -256,6 +286,8 @@ class _Job:
     lifted: Graph
     info: schema.ModelInfo
     calibration: schema.Calibration | None = None
+    choices: Choices | None = None
+    _measured: dict[str, schema.Plan] = field(default_factory=dict)  # plans for this CPU by storage of weights
 
     @cached_property
     def judge(self) -> Judge | None:
@@ -270,9 +302,11 @@ class _Job:
         """The job and options with what calibration chose, where a scheme profits from it."""
         if self.request.calib == "none" or self.request.weights == "none":
             return self, options
-        text = partial(calibration_text, self.request.calib, tokenizer, self.request.calib_tokens)
-        choices, found = calibrate_model(self.lifted, self.source, options, text, self.progress)
-        return replace(self, calibration=found), replace(options, choices=choices)
+        if self.choices is None:
+            text = partial(calibration_text, self.request.calib, tokenizer, self.request.calib_tokens)
+            choices, found = calibrate_model(self.lifted, self.source, options, text, self.progress)
+            self = replace(self, calibration=found, choices=choices)
+        return self, replace(options, choices=self.choices or Choices())
 
     def make(self, root: Path, options: Options, measured: bool) -> Attempt:
         """Another attempt, in a directory of its own."""
@@ -305,12 +339,15 @@ class _Job:
     def _measured_by_twin(self, root: Path, attempt: Attempt) -> schema.Plan:
         """A GPU's plan has its goldens and accuracy from a plan of the same weights and schemes for this CPU."""
         options = replace(attempt.options, target=targets.host())
-        with tempfile.TemporaryDirectory(prefix="planc-", dir=root.parent) as folder:
-            twin = Path(folder)
-            (twin / "tokenizer").symlink_to((root / "tokenizer").resolve())
-            self.progress.say("measuring with a plan of the same weights for this CPU")
-            made = self.write(twin, *self.passes(options), options)
-            found = _measure(twin, made.graph, made.plan, self.judge, options, self.progress)
+        stored = repr(options.storage)  # all else is the same for every target of a request
+        if stored not in self._measured:
+            with tempfile.TemporaryDirectory(prefix="planc-", dir=root.parent) as folder:
+                twin = Path(folder)
+                (twin / "tokenizer").symlink_to((root / "tokenizer").resolve())
+                self.progress.say("measuring with a plan of the same weights for this CPU")
+                made = self.write(twin, *self.passes(options), options)
+                self._measured[stored] = _measure(twin, made.graph, made.plan, self.judge, options, self.progress)
+        found = self._measured[stored]
         return replace(
             attempt.plan, goldens=found.goldens, accuracy=found.accuracy, goldens_target=found.goldens_target
         )

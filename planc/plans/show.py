@@ -38,6 +38,14 @@ def summary(plan: Plan) -> dict[str, Rows]:
     }
 
 
+def outcome(plan: Plan) -> Rows:
+    """What a build says at its end: memory and accuracy, and of a GPU the time that steps should take."""
+    m = plan.memory
+    sizes = f"weights {mib(m.weights + m.constants)}, arena {mib(m.arena)}, {m.kv_token:,} B a KV token"
+    steps = [row for row in _estimates(plan.estimates) if not row[0].startswith(" ")]
+    return [("memory", sizes), *steps, *accuracy_rows(plan.accuracy)]
+
+
 def _model(plan: Plan) -> Rows:
     m = plan.model
     return [
