@@ -193,7 +193,13 @@ def _routing(p: _Product, tile: Tile, tiles: int, bytes_: Mapping[str, int]) -> 
     common: dict[str, Constant] = {"EXPERTS": p.experts, "PERIOD": p.slots if shared else 0, "BLOCK": 1024}
 
     def named(function: str, types: Mapping[str, str], constants: Mapping[str, Constant]) -> TritonKernel:
-        return kernel("experts", function, types, {**constants, **common}, aligned=frozenset(t for t in types if t.endswith("_ptr")))
+        return kernel(
+            "experts",
+            function,
+            types,
+            {**constants, **common},
+            aligned=frozenset(t for t in types if t.endswith("_ptr")),
+        )
 
     grid = (p.experts + 1, 1, 1)
     count = named("count", {"ids_ptr": "*i32", "counts_ptr": "*i32", "slots": "i32"}, {})
