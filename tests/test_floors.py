@@ -32,7 +32,17 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("numpy",),
     ),
     "codegen/cuda/kernels": ((), ("triton",)),
-    "emulator": (("planc.emulator", "planc.plans", "planc.errors"), ("numpy", "ml_dtypes", "triton")),
+    "emulator": (
+        (
+            "planc.emulator",
+            "planc.codegen.cuda.cubin",
+            "planc.codegen.skus",
+            "planc.runtime",
+            "planc.plans",
+            "planc.errors",
+        ),
+        ("numpy", "ml_dtypes", "triton"),
+    ),
     "codegen": (("planc.codegen", "planc.plans", *IR), ("numpy", "jinja2", "triton")),
     "runtime": (
         ("planc.runtime", "planc.plans", "planc.errors", "planc.__version__"),

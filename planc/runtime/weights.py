@@ -46,6 +46,10 @@ class MappedWeights:
         """The memory address of a tensor's first byte, a multiple of 64."""
         return self._base + self._entries[name].offset
 
+    def nbytes(self, name: str) -> int:
+        """The bytes of a tensor."""
+        return self._entries[name].nbytes
+
 
 def addresses(files: Iterable[MappedWeights], names: Iterable[str]) -> list[int]:
     """The address of each named tensor, whichever file holds it."""

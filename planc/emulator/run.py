@@ -1,0 +1,158 @@
+"""Runs a CUDA plan without a GPU: in go a plan directory and batches, out come the logits that its PTX computes.
+
+The executor and cuda.bindings are the real ones; the driver below them is the stand-in. Every launch may touch its own
+arguments' buffers only, graphs run in random orders that their edges allow, and launches that no edge orders must not
+touch each other's bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planc.codegen.skus import SMS
+from planc.emulator import driver, ptx
+from planc.emulator.compile import Program
+from planc.emulator.device import Device, State, Statistics
+from planc.emulator.machine import Grid, run
+from planc.emulator.memory import Memory, Spans
+from planc.errors import PlancError
+from planc.plans import launches
+from planc.plans.launches import LaunchPlan
+from planc.plans.schema import Plan
+from planc.runtime.batch import Batch
+from planc.runtime.cuda import Arenas, CudaExecutor
+
+_MEMORY = 80 << 30  # of a device whose own size does not matter; only what is used takes host memory
+EMULATED = (80, 86, 89, 90, 120, 121)  # compute capabilities whose PTX the emulator runs
+
+
+def device_of(sm: int, memory: int = _MEMORY, name: str | None = None) -> Device:
+    """A device of a compute capability (90). PlancError when its PTX is not emulated."""
+    if sm not in EMULATED:
+        raise PlancError(
+            f"the PTX of sm_{sm} is not emulated (its tensor cores work on memory of their own); "
+            f"emulated are {', '.join(f'sm_{n}' for n in EMULATED)}"
+        )
+    return Device(name or f"an emulated sm_{sm}", sm, memory, SMS[sm].shared_block)
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """A plan's executor on an emulated GPU. `statistics` counts launches, `used` is the device memory in use."""
+
+    executor: CudaExecutor
+    state: State
+
+    @property
+    def statistics(self) -> Statistics:
+        """Launches and seconds by kernel."""
+        return self.state.statistics
+
+    @property
+    def used(self) -> int:
+        """Bytes of device memory that are allocated."""
+        return self.state.memory.used
+
+
+@contextmanager
+def emulated(
+    root: Path, plan: Plan, num_blocks: int, *, device: Device | None = None, seed: int = 0, check_order: bool = True
+) -> Iterator[Emulated]:
+    """The plan's executor with `num_blocks` pages on an emulated GPU, by default one that fits the plan.
+
+    A wrong access, launch or order raises PlancError from the executor's step, naming kernel, thread and instruction.
+    """
+    held = launches.load(root)
+    state = State(device or device_of(held.sm), _texts(root, held), seed)
+    state.check_order = check_order
+    with driver.active(state):
+        executor = CudaExecutor(root, plan, num_blocks)
+        try:
+            _watch(state, executor)
+            yield Emulated(executor, state)
+        finally:
+            executor.close()
+
+
+def run_emulated(
+    root: Path, plan: Plan, batches: Iterable[Batch], num_blocks: int, **options: Any
+) -> list[NDArray[Any]]:
+    """The logits of each batch, one after the other, as `emulated` runs them."""
+    with emulated(root, plan, num_blocks, **options) as device:
+        return [device.executor.step(batch).copy() for batch in batches]
+
+
+def _texts(root: Path, held: LaunchPlan) -> dict[str, str]:
+    """PTX by the sha256 of its cubin."""
+    texts = {}
+    for binary in held.binaries:
+        try:
+            image, text = (root / binary.cubin).read_bytes(), (root / binary.ptx).read_text()
+        except OSError as e:
+            raise PlancError(f"{e.filename} cannot be read ({e.strerror}); emulation needs each kernel's PTX") from None
+        texts[hashlib.sha256(image).hexdigest()] = text
+    return texts
+
+
+def _watch(state: State, executor: CudaExecutor) -> None:
+    """Tells the GPU what each launch may touch, and what no launch writes."""
+    allowed = {}
+    for handle, step in executor.graphs().items():
+        allowed[handle] = [_spans(executor.arenas, launch) for launch in step.launches]
+    state.allowed = allowed
+    state.unwatched = (executor.arenas.start["weights"],)
+
+
+def _spans(arenas: Arenas, launch: launches.Launch) -> Spans:
+    names = {str(a.value) for a in launch.args if a.kind == "buffer"}
+    return Spans([(*arenas.span(name), f"buffer {name}") for name in sorted(names)])
+
+
+@lru_cache(maxsize=64)
+def _program(text: str) -> Program:
+    (kernel,) = ptx.parse(text).values()
+    return Program(kernel)
+
+
+def run_kernel(
+    text: str,
+    grid: tuple[int, int, int],
+    args: Sequence[NDArray[Any] | bytes | int | float],
+    shared: int,
+    threads: int = 0,
+) -> None:
+    """Runs one kernel of PTX on arrays of the host, in place. KernelFault on a wrong access.
+
+    An array is passed by address, in memory of its own; a number or bytes by value. Missing last parameters are zeros.
+    """
+    program = _program(text)
+    memory = Memory(_MEMORY)
+    buffer = bytearray(program.kernel.param_bytes)
+    held: Mapping[int, tuple[int, NDArray[Any]]] = {
+        n: (memory.put(a), a) for n, a in enumerate(args) if isinstance(a, np.ndarray)
+    }
+    for n, (param, arg) in enumerate(zip(program.kernel.params, args, strict=False)):
+        if isinstance(arg, np.ndarray):
+            data = struct.pack("<Q", held[n][0])
+        elif isinstance(arg, bytes):
+            data = arg
+        elif isinstance(arg, float):
+            data = struct.pack("<f", arg)
+        else:
+            data = int(arg).to_bytes(param.size, "little", signed=True)
+        if len(data) != param.size:
+            raise ValueError(f"argument {n} has {len(data)} bytes, the kernel takes {param.size}")
+        buffer[param.offset : param.offset + param.size] = data
+    run(program, Grid(grid, threads or program.kernel.threads or 0, shared), bytes(buffer), memory)
+    for address, array in held.values():
+        array[...] = memory.get(address, array.shape, array.dtype)

@@ -1,0 +1,279 @@
+"""The CUDA executor: a plan directory and a number of KV blocks go in, logits of packed steps come out.
+
+It holds the plan's cubins, one CUDA graph a bucket, and the arenas in device memory. A step copies its batch in,
+launches the graph of the smallest bucket that holds it, and copies the logits out. It needs a driver and cuda.bindings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planc.errors import PlancError
+from planc.plans import launches
+from planc.plans.launches import INPUTS, KV, Binary, Launch, LaunchPlan, StepGraph
+from planc.plans.schema import Plan
+from planc.runtime.batch import Batch
+from planc.runtime.cpu import check_file, check_paths
+from planc.runtime.cuda_driver import Driver, DriverError, Gpu
+from planc.runtime.weights import MappedWeights, addresses
+
+_PLAIN_SHARED = 48 << 10  # bytes of shared memory that a kernel gets without asking
+_PADDING = {"slots": -1}  # what unused places of an input hold; the others are 0, query_start repeats its last value
+_FLAGS = {
+    "weights": "the model does not fit; build it for a larger GPU, a smaller --dtype or more ranks with --tp",
+    KV: "lower --kv-cache-memory-bytes or --memory-utilization",
+    "act": "build the plan with a smaller --max-num-batched-tokens",
+    "io": "build the plan with a smaller --max-num-seqs",
+}
+_WHAT = {"weights": "the weights", KV: "the KV cache", "act": "activations", "io": "the inputs of a step"}
+
+
+def arena_bytes(plan: LaunchPlan, kv_bytes: int) -> dict[str, int]:
+    """Device memory that an executor takes, by arena, with a KV cache of so many bytes."""
+    sizes = {name: plan.arenas.get(name, 0) for name in launches.ARENAS}
+    return sizes | {KV: kv_bytes}
+
+
+def kv_memory(root: Path, plan: Plan, utilization: float) -> int:
+    """Bytes for the KV cache: a share of the GPU's memory, less what others hold and what the model itself takes.
+
+    PlancError when there is no GPU, or the plan is for another one.
+    """
+    held = launches.load(root)
+    with _opened(held, plan.target) as gpu:
+        free, total = gpu.memory()
+    taken = sum(arena_bytes(held, 0).values())
+    return int(total * utilization) - (total - free) - taken
+
+
+@contextmanager
+def _opened(held: LaunchPlan, target: str) -> Iterator[Gpu]:
+    gpu = Gpu(Driver(), held.sm, target)
+    try:
+        yield gpu
+    finally:
+        gpu.close()
+
+
+@dataclass
+class _Graph:
+    """A bucket that is ready to launch."""
+
+    step: StepGraph
+    handle: Any
+    exec: Any
+
+
+@dataclass
+class Arenas:
+    """Device memory by arena; a buffer of the plan is an address in one."""
+
+    plan: LaunchPlan
+    start: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def address(self, buffer: str) -> int:
+        """Where a buffer begins."""
+        found = self.plan.buffer[buffer]
+        return self.start[found.arena] + found.offset
+
+    def span(self, buffer: str) -> tuple[int, int]:
+        """The addresses from a buffer's first byte to the one behind its last."""
+        found, start = self.plan.buffer[buffer], self.address(buffer)
+        return start, start + (self.sizes[KV] - found.offset if found.arena == KV else found.nbytes)
+
+
+class CudaExecutor:
+    """Runs a plan's graphs on one GPU. PlancError when it has no driver, another GPU or too little memory, or when a
+    file is missing or corrupt.
+    """
+
+    def __init__(self, root: Path, plan: Plan, num_blocks: int, device: int = 0) -> None:
+        _check(root, plan)
+        self.num_blocks, self.block_size = num_blocks, plan.kv.block_size
+        self.vocab_size = plan.limits.vocab_size
+        self.plan = launches.load(root)
+        self._root, self._manifest = root, plan
+        self._gpu: Gpu | None = Gpu(Driver(), self.plan.sm, plan.target, device)
+        try:
+            self._load(num_blocks * plan.kv.page_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, kv_bytes: int) -> None:
+        gpu = self._opened()
+        self.arenas = Arenas(self.plan, sizes=arena_bytes(self.plan, kv_bytes))
+        for name, nbytes in self.arenas.sizes.items():
+            self.arenas.start[name] = gpu.allocate(max(nbytes, 1), _WHAT[name], _FLAGS[name])
+        self._functions = {b.name: self._function(b) for b in self.plan.binaries}
+        self._graphs = [self._graph(g) for g in sorted(self.plan.graphs, key=lambda g: (g.tokens, g.seqs, g.rows))]
+        self._inputs = {name: self._staged(name) for name in INPUTS}
+        rows = max((g.rows for g in self.plan.graphs), default=0)
+        self._logits = gpu.pinned(rows * self.vocab_size * 4).view(np.float32).reshape(rows, self.vocab_size)
+        self._copy_weights()
+
+    def step(self, batch: Batch) -> NDArray[np.float32]:
+        """Run one step; logits [R, vocab_size], overwritten by the next one."""
+        gpu = self._opened()
+        gpu.enter()
+        graph = self._fitting(batch)
+        self._stage(batch, graph.step)
+        where = f"the step of {graph.step.tokens} tokens and {graph.step.seqs} sequences"
+        gpu.run(where, "cuGraphLaunch", graph.exec, gpu.stream)
+        rows = len(batch.logit_rows)
+        if rows:
+            source = self.arenas.address(self.plan.logits)
+            gpu.copy_out(where, self._logits[:rows], source)
+        gpu.synchronize(where)
+        return self._logits[:rows]
+
+    def graphs(self) -> Mapping[int, StepGraph]:
+        """The buckets by the driver's handle of their graph, for tools that watch launches."""
+        return {int(g.exec): g.step for g in self._graphs}
+
+    def close(self) -> None:
+        """Give everything on the GPU back."""
+        if self._gpu is not None:
+            self._gpu.close()
+            self._gpu = None
+
+    def _opened(self) -> Gpu:
+        if self._gpu is None:
+            raise PlancError("the executor is closed; open the plan again to run more steps")
+        return self._gpu
+
+    # --- loading
+
+    def _function(self, binary: Binary) -> Any:
+        """A kernel, from its cubin."""
+        check_file(self._root, self._manifest, binary.cubin)
+        path, gpu = self._root / binary.cubin, self._opened()
+        try:
+            image = path.read_bytes()
+        except OSError as e:
+            raise PlancError(f"{path} cannot be read ({e.strerror}). Build the plan again.") from None
+        function = gpu.function(f"loading kernel {binary.name}", image, binary.entry)
+        if binary.shared > _PLAIN_SHARED:
+            attribute = gpu.api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            doing = f"giving kernel {binary.name} {binary.shared} bytes of shared memory"
+            gpu.run(doing, "cuFuncSetAttribute", function, attribute, binary.shared)
+        return function
+
+    def _graph(self, step: StepGraph) -> _Graph:
+        """A CUDA graph with a kernel node for each launch, and an edge for each dependency."""
+        gpu = self._opened()
+        nodes: list[Any] = []
+        where = f"the graph of {step.tokens} tokens and {step.seqs} sequences"
+        handle = gpu.graph()
+        for launch in step.launches:
+            before = [nodes[d] for d in launch.deps]
+            with _parameters(gpu.api, self.plan.binary[launch.kernel], launch, self.arenas) as params:
+                params.func = self._functions[launch.kernel]
+                doing = f"adding kernel {launch.kernel} to {where}"
+                nodes.append(gpu.run(doing, "cuGraphAddKernelNode", handle, before, len(before), params))
+        return _Graph(step, handle, gpu.instantiate(where, handle))
+
+    def _staged(self, name: str) -> NDArray[np.int32]:
+        """Pinned memory for an input of the largest step."""
+        nbytes = self.plan.buffer[name].nbytes
+        staged: NDArray[np.int32] = self._opened().pinned(nbytes).view(np.int32)
+        staged[:] = 0
+        return staged
+
+    def _copy_weights(self) -> None:
+        gpu, files = self._opened(), [MappedWeights(self._root / name) for name in self._manifest.weight_files]
+        buffers = [b for b in self.plan.buffers if b.arena == "weights"]
+        for buffer, source in zip(buffers, addresses(files, [b.name for b in buffers]), strict=True):
+            has = next(f.nbytes(buffer.name) for f in files if buffer.name in f)
+            if has != buffer.nbytes:
+                raise PlancError(
+                    f"weight {buffer.name!r} has {has} bytes in the plan's weights, {buffer.nbytes} in its launches. "
+                    "Build the plan again."
+                )
+            target = self.arenas.address(buffer.name)
+            gpu.run(f"copying weight {buffer.name}", "cuMemcpyHtoDAsync", target, source, has, gpu.stream)
+        gpu.synchronize("copying the weights")
+        for file in files:
+            file.release()
+
+    # --- a step
+
+    def _fitting(self, batch: Batch) -> _Graph:
+        """The smallest bucket that holds a batch."""
+        need = len(batch.ids), len(batch.page_table), len(batch.logit_rows)
+        for graph in self._graphs:
+            if graph.step.tokens >= need[0] and graph.step.seqs >= need[1] and graph.step.rows >= need[2]:
+                return graph
+        raise PlancError(
+            f"a step of {need[0]} tokens of {need[1]} sequences with {need[2]} rows of logits fits no graph of the "
+            "plan; lower --max-num-batched-tokens or --max-num-seqs to what planc inspect shows"
+        )
+
+    def _stage(self, batch: Batch, step: StepGraph) -> None:
+        """Sends a batch, filled up to the bucket with tokens, sequences and rows that do nothing."""
+        tokens, seqs, stride = step.tokens, step.seqs, self.plan.page_table_stride
+        table = self._inputs["page_table"].reshape(-1, stride)
+        if batch.page_table.shape[1] > stride:
+            raise PlancError(f"the page table has {batch.page_table.shape[1]} columns, the plan holds {stride}")
+        for name in ("ids", "positions", "slots"):
+            self._send(name, getattr(batch, name), tokens, _PADDING.get(name, 0))
+        self._send("query_start", batch.query_start, seqs + 1, int(batch.query_start[-1]))
+        self._send("logit_rows", batch.logit_rows, step.rows, 0)
+        table[: len(batch.page_table), : batch.page_table.shape[1]] = batch.page_table
+        table[len(batch.page_table) : seqs] = 0
+        self._copy_in("page_table", seqs * stride)
+
+    def _send(self, name: str, values: NDArray[np.int32], count: int, padding: int) -> None:
+        staged = self._inputs[name]
+        staged[: len(values)] = values
+        staged[len(values) : count] = padding
+        self._copy_in(name, count)
+
+    def _copy_in(self, name: str, count: int) -> None:
+        gpu, source = self._opened(), self._inputs[name]
+        target = self.arenas.address(name)
+        gpu.run(f"copying {name}", "cuMemcpyHtoDAsync", target, int(source.ctypes.data), 4 * count, gpu.stream)
+
+
+@contextmanager
+def _parameters(api: Any, binary: Binary, launch: Launch, arenas: Arenas) -> Iterator[Any]:
+    """A kernel node's parameters. The driver copies them when the node is made, so they live no longer than that.
+
+    Each argument goes by its own pointer: where it lies in the kernel's parameter memory is the driver's matter.
+    """
+    values = [launches.pack(a, arenas.address(str(a.value)) if a.kind == "buffer" else 0) for a in launch.args]
+    values += [bytes(size) for _, size in binary.params[len(values) :]]
+    places = [ctypes.create_string_buffer(v, len(v)) for v in values]
+    pointers = (ctypes.c_void_p * len(places))(*[ctypes.addressof(p) for p in places])
+    params = api.CUDA_KERNEL_NODE_PARAMS()
+    params.gridDimX, params.gridDimY, params.gridDimZ = launch.grid
+    params.blockDimX, params.blockDimY, params.blockDimZ = binary.threads, 1, 1
+    params.sharedMemBytes = binary.shared
+    params.kernelParams = ctypes.addressof(pointers)
+    yield params
+    del pointers, places  # kept alive until here
+
+
+def _check(root: Path, plan: Plan) -> None:
+    if not plan.target.startswith("cuda:"):
+        raise PlancError(f"the plan is for {plan.target}; the CUDA executor runs plans for cuda targets")
+    check_paths(root, plan)
+    if plan.limits.ranks > 1:
+        raise PlancError(
+            f"the plan is for {plan.limits.ranks} ranks; this executor runs one GPU. Build the plan with --tp 1."
+        )
+    if not plan.has_weights:
+        raise PlancError(f"{root} was built with --weights none; build it with --weights pack to run it.")
+    check_file(root, plan, launches.LAUNCHES)
+
+
+__all__ = ["Arenas", "CudaExecutor", "DriverError", "arena_bytes", "kv_memory"]
