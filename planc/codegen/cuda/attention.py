@@ -14,7 +14,6 @@ from planc.compiler.ir.types import DTYPES, TensorType
 from planc.errors import PlancError
 
 _KV = ("f32", "bf16", "i8")
-_BM = 64  # rows of a tile on every SM: the least that sm_90 multiplies with wgmma
 _SEQS = 128  # sequences that a program looks for its own among, at a time
 _FILLED = 256  # programs that fill any GPU: below that, keys are split
 _SPLITS = 64  # most splits of a sequence's keys: each has a sum of values in memory
@@ -62,6 +61,26 @@ class _Cache:
         return parts
 
 
+@dataclass(frozen=True)
+class _Tile:
+    """Rows and keys of one product, and the warps that make it. One for all buckets: they decide the order of sums."""
+
+    rows: int
+    keys: int
+    warps: int
+
+
+def _tile(cache: _Cache, arch: int) -> _Tile:
+    """64 rows are the least that sm_90 multiplies with wgmma. Products of f32 have no tensor cores, and what one thread
+    holds bounds them. Warps and keys are those that keep sums in registers, by what ptxas says.
+    """
+    pad = max(_padded(cache.number("k_dim")), _padded(cache.number("v_dim")))
+    if cache.dtype == "f32":
+        return _Tile(32, 32 if pad <= 128 else 16, 8)
+    narrow = pad <= 64 or (pad == 128 and arch == 90 and cache.dtype == "bf16")
+    return _Tile(64, 64 if pad <= 128 else 32, 4 if narrow else 8)
+
+
 def _padded(n: int) -> int:
     """The next power of two, at least what tensor cores take."""
     return max(16, 1 << (n - 1).bit_length())
@@ -83,9 +102,10 @@ class _Attention:
         self.heads = int(q.shape[1])
         self.kv_heads = self.cache.number("heads")
         self.group = self.heads // self.kv_heads
-        self.parts = cdiv(self.group, _BM)
+        self.tile = _tile(self.cache, site.arch)
+        self.parts = cdiv(self.group, self.tile.rows)
         self.tile_heads = cdiv(self.group, self.parts)
-        self.tiles = self.tokens // (_BM // self.tile_heads) + self.seqs
+        self.tiles = self.tokens // (self.tile.rows // self.tile_heads) + self.seqs
         self.stride = _width(site, table)
         self.split = _split_size(self.stride, self.cache.number("block"))
         self.splits = cdiv(self.stride * self.cache.number("block"), self.split)
@@ -114,8 +134,8 @@ class _Attention:
             "TABLE": self.stride,
             "GROUP": self.group,
             "HEADS": self.tile_heads,
-            "BM": _BM,
-            "BN": 32 if self.cache.dtype == "f32" else 64,
+            "BM": self.tile.rows,
+            "BN": self.tile.keys,
             "SPLIT": self.split,
             "SEQS": _SEQS,
             **self.cache.constants,
@@ -183,8 +203,7 @@ class _Attention:
     ) -> Call:
         sums = 4 * self.tokens * self.heads * self.splits
         sizes = {"stats": 2 * sums, "acc": sums * self.cache.number("v_dim")}
-        wide = max(self.cache.number("k_dim"), self.cache.number("v_dim")) > 128
-        warps = 4 if function == "combine" or not wide else 8
+        warps = 4 if function == "combine" else self.tile.warps
         return _call(self.site, "attention", function, grid, given, constants, writes, sizes, warps)
 
 

@@ -28,7 +28,14 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
     try:
         return _compile(job)
     except Exception as e:  # noqa: BLE001 - whatever the compiler raises is the answer
-        return {"error": " ".join(f"{type(e).__name__}: {e}".split())[:1000]}
+        return {"error": _told(e)}
+
+
+def _told(error: BaseException) -> str:
+    """One line of the first cause: an error in a function that a kernel calls is the cause of one in the kernel."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
 
 
 def _compile(job: dict[str, Any]) -> dict[str, Any]:

@@ -37,9 +37,10 @@ def _lowest(pos, KIND: tl.constexpr, WINDOW: tl.constexpr):
     """The first key that a query at `pos` sees."""
     if KIND == "sliding":
         return tl.maximum(pos - (WINDOW - 1), 0)
-    if KIND == "chunked":
+    elif KIND == "chunked":
         return pos // WINDOW * WINDOW
-    return pos * 0
+    else:
+        return pos * 0
 
 
 @triton.jit
@@ -80,9 +81,7 @@ def _queries(
     i = tl.arange(0, K_PAD)
     at = token.to(tl.int64)[:, None] * Q_ROW + head[:, None] * Q_HEAD + i[None, :]
     q = tl.load(q_ptr + at, mask=there[:, None] & (i < K_DIM)[None, :], other=0.0)
-    if WIDE:
-        return q.to(tl.float32)
-    return q.to(tl.bfloat16)
+    return q.to(tl.float32 if WIDE else tl.bfloat16)
 
 
 @triton.jit
@@ -116,16 +115,18 @@ def _split(
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, V_PAD], tl.float32)
     i, j = tl.arange(0, K_PAD), tl.arange(0, V_PAD)
+    k_ptr += kv_head * (K_DIM * BLOCK)
+    v_ptr += kv_head * (V_DIM * BLOCK)
     for start in range(begin, end, BN):
         at = tl.multiple_of(start, BN) + tl.arange(0, BN)
         there = at < end
         page = tl.load(table_ptr + at // BLOCK, mask=there, other=0).to(tl.int64)
         inside = at % BLOCK
 
-        k_at = (page * PAGE + inside)[None, :] + ((kv_head * K_DIM + i) * BLOCK)[:, None]
         # BLOCK keys lie together, which cannot be seen through the page table
-        k_at = tl.max_contiguous(tl.multiple_of(k_at, [BLOCK, BLOCK]), [1, BLOCK])
-        k = tl.load(k_ptr + k_at, mask=there[None, :] & (i < K_DIM)[:, None], other=0.0)
+        k_at = tl.max_contiguous(tl.multiple_of(page * PAGE + inside, BLOCK), BLOCK)
+        k_of = k_ptr + k_at[None, :] + (i * BLOCK)[:, None]
+        k = tl.load(k_of, mask=(at // BLOCK * BLOCK < end)[None, :] & (i < K_DIM)[:, None], other=0.0)
         s = tl.dot(q, k.to(q.dtype), input_precision="ieee")
         if SCALES > 0:
             scale_at = page * SCALES + kv_head * BLOCK + inside
@@ -140,8 +141,8 @@ def _split(
         p = tl.where(seen, tl.exp2(s - new[:, None]), 0.0)
         old = tl.exp2(peak - new)
         total = tl.fma(total, old, tl.sum(p, axis=1))
-        v_at = page[:, None] * PAGE + (kv_head * BLOCK + inside)[:, None] * V_DIM + j[None, :]
-        v = tl.load(v_ptr + v_at, mask=there[:, None] & (j < V_DIM)[None, :], other=0.0).to(q.dtype)
+        v_of = v_ptr + (page * PAGE + inside * V_DIM)[:, None] + j[None, :]
+        v = tl.load(v_of, mask=there[:, None] & (j < V_DIM)[None, :], other=0.0).to(q.dtype)
         if SCALES > 0:
             p = tl.where(seen, p * tl.load(vs_ptr + scale_at, mask=there, other=0.0)[None, :], 0.0)
         acc = tl.dot(p.to(q.dtype), v, acc * old[:, None], input_precision="ieee")
@@ -155,9 +156,9 @@ def _scored(s, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
     LOG2E: tl.constexpr = 1.4426950408889634
     if SOFTCAP == 0.0:
         return s * (SCALE * LOG2E)
-    # cap tanh(x / cap), where tanh(y) = 1 - 2 / (exp(2 y) + 1)
-    half = 1.0 / (tl.exp2(s * (2.0 * SCALE / SOFTCAP * LOG2E)) + 1.0)
-    return tl.fma(half, -2.0 * SOFTCAP * LOG2E, SOFTCAP * LOG2E)
+    else:  # cap tanh(x / cap), where tanh(y) = 1 - 2 / (exp(2 y) + 1)
+        half = 1.0 / (tl.exp2(s * (2.0 * SCALE / SOFTCAP * LOG2E)) + 1.0)
+        return tl.fma(half, -2.0 * SOFTCAP * LOG2E, SOFTCAP * LOG2E)
 
 
 @triton.jit
