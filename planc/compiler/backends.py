@@ -6,6 +6,7 @@ from pathlib import Path
 
 from planc.codegen import cpu, program
 from planc.compiler import weights
+from planc.compiler.fit import check_fits
 from planc.compiler.ir.graph import Graph
 from planc.passes.memory import arena_bytes
 from planc.passes.options import Options
@@ -69,6 +70,9 @@ def _cuda(graph: Graph, options: Options, root: Path, progress: Progress) -> Gen
     limits = Limits(
         options.max_num_batched_tokens, options.max_num_seqs, -(-options.max_model_len // options.block_size)
     )
+    size = weights.total_bytes([*graph.weights])
+    page = next(int(v.type.shape[1]) for v in graph.inputs if v.name == "kv")
+    check_fits(options.target, options, size, arena_bytes(graph, options.dims), page * limits.pages)
     made = cuda.build(graph, options.target.sm.number, limits, root, progress=progress)
     constant = weights.total_bytes(weights.split(graph)[0])
     gpu = options.target.gpu
