@@ -1,0 +1,53 @@
+"""Rows rounded to 8 bits, in Triton: in go float vectors, out come their codes and a scale each.
+
+A vector is scaled by its own largest magnitude; one of zeros has the scale 0.
+"""
+
+import triton
+import triton.language as tl
+
+_HALVES_VANISH = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it drops what is below 1, to the nearest even
+
+
+@triton.jit
+def _at(vector, EXTENT: tl.constexpr, INNER: tl.constexpr, STRIDE: tl.constexpr):
+    """Offset of a vector: STRIDE is that of a row, then of each axis of EXTENT, whose product is INNER."""
+    at = (vector // INNER).to(tl.int64) * STRIDE[0]
+    rest = vector % INNER
+    for axis in tl.static_range(len(EXTENT) - 1, -1, -1):
+        if EXTENT[axis] > 1:
+            at += (rest % EXTENT[axis]).to(tl.int64) * STRIDE[axis + 1]
+            rest = rest // EXTENT[axis]
+    return at
+
+
+@triton.jit
+def quantize_rows(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    vectors,
+    LIMIT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EXTENT: tl.constexpr,
+    INNER: tl.constexpr,
+    X: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Codes up to LIMIT, integers if WHOLE; both outputs are dense."""
+    vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    there = (vector < vectors)[:, None] & (column < WIDTH)[None, :]
+    x = tl.load(x_ptr + _at(vector, EXTENT, INNER, X)[:, None] + column[None, :], mask=there, other=0.0)
+    x = x.to(tl.float32)
+    scale = tl.div_rn(tl.max(tl.abs(x), axis=1), tl.full((ROWS,), LIMIT, tl.float32))
+    tl.store(scales_ptr + vector, scale, mask=vector < vectors)
+    divisor = tl.where(scale == 0.0, 1.0, scale)
+    code = tl.div_rn(x, tl.broadcast_to(divisor[:, None], (ROWS, BLOCK)))
+    code = tl.minimum(tl.maximum(code, -LIMIT), LIMIT)
+    if WHOLE:
+        code = (code + _HALVES_VANISH) - _HALVES_VANISH
+    out = vector.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    tl.store(codes_ptr + out, code.to(codes_ptr.dtype.element_ty), mask=there)

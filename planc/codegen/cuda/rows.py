@@ -1,0 +1,340 @@
+"""CUDA kernel rows of vectors: norms, rotary, tables, rows to 8 bits, and ops along the last axis."""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+from planc.codegen.axes import outer
+from planc.codegen.cuda.call import Call, Constant, Ref, Row, Site, cdiv, i32, kernel, pointer, value
+from planc.codegen.cuda.dense_tiles import vector_warps
+from planc.compiler.ir.quant import LIMITS, scheme
+from planc.compiler.ir.types import PAIRS, TensorType
+
+_TILE = 1024  # elements of a program, where a vector has fewer
+_STEP = 4096  # elements of a vector at a time, where it need not be whole
+_WHOLE = 65536  # elements of a vector that a program holds
+_FLOATS = frozenset({"f32", "bf16", "f16"})
+_NO_FP8 = (80, 86)
+
+
+class _Vectors:
+    """A kernel over the vectors of a node, as it is gathered: its arguments in order, and where each vector lies."""
+
+    def __init__(self, site: Site, sides: Mapping[str, int], block: int = _TILE) -> None:
+        """`sides` names the inputs that are walked along the output's outer axes, `block` elements at a time."""
+        self.site = site
+        inputs = [site.inputs[i] for i in sides.values()]
+        axes = outer(site.out, inputs)
+        keep = [i for i, n in enumerate(axes.extent) if n > 1]
+        self.inner = prod(axes.extent)
+        self.count = site.bucket.size(site.out.shape[0]) * self.inner
+        self.block = block
+        self.rows = max(1, _TILE // block)
+        self.types: dict[str, str] = {}
+        self.refs: list[Ref] = []
+        self.aligned: set[str] = set()
+        self.constants: dict[str, Constant] = {"EXTENT": tuple(axes.extent[i] for i in keep), "INNER": self.inner}
+        for name, side in zip(sides, axes.inputs, strict=True):
+            self.constants[name] = (side[0], *(side[1 + i] for i in keep))
+
+    def input(self, name: str, index: int | None) -> None:
+        """A pointer to an input, or None where the node has none."""
+        if index is None:
+            self.constants[name] = None
+            return
+        given = self.site.node.inputs[index]
+        self.types[name] = pointer(self.site.inputs[index].dtype)
+        self.refs.append(value(given))
+        if self.site.is_aligned(given):
+            self.aligned.add(name)
+
+    def output(self, name: str, index: int = 0) -> None:
+        made = self.site.node.outputs[index]
+        self.types[name] = pointer(made.type.dtype)
+        self.refs.append(value(made.name))
+        self.aligned.add(name)
+
+    def number(self, name: str, number: int) -> None:
+        self.types[name] = "i32"
+        self.refs.append(i32(number))
+        if number % 16 == 0:
+            self.aligned.add(name)
+
+    def launch(self, source: str, function: str, blocks: int = 1) -> tuple[Call, ...]:
+        """The call; `blocks` programs take the parts of a vector."""
+        self.constants |= {"ROWS": self.rows, "BLOCK": self.block}
+        grid = (cdiv(self.count, self.rows), blocks, 1)
+        return (self.call(source, function, grid, vector_warps(self.block * self.rows)),)
+
+    def call(self, source: str, function: str, grid: tuple[int, int, int], warps: int) -> Call:
+        node, aligned = self.site.node, frozenset(self.aligned)
+        made = kernel(source, function, self.types, self.constants, aligned=aligned, num_warps=warps)
+        reads = tuple(dict.fromkeys(str(r.value) for r in self.refs if r.value in node.inputs))
+        return Call(made, grid, tuple(self.refs), reads, tuple(v.name for v in node.outputs))
+
+
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _width(site: Site) -> int:
+    return int(site.inputs[0].shape[-1])
+
+
+def _norm(site: Site) -> tuple[Call, ...]:
+    added, layer = site.node.op.startswith("add_"), site.node.op.endswith("layer_norm")
+    bias = layer and site.flag("bias")
+    first = 2 if added else 1
+    weight = len(site.inputs) - first - bias == 1
+    p = _Vectors(site, {"X": 0, "ADDED": 1} if added else {"X": 0}, _power(_width(site)))
+    p.input("x_ptr", 0)
+    p.input("added_ptr", 1 if added else None)
+    p.input("weight_ptr", first if weight else None)
+    p.input("bias_ptr", first + weight if bias else None)
+    p.output("y_ptr")
+    if added:
+        p.output("sum_ptr", 1)
+    p.number("vectors", p.count)
+    p.constants |= {"LAYER": layer, "EPS": float(site.number("eps")), "WIDTH": _width(site)}
+    p.constants |= {} if added else {"sum_ptr": None, "ADDED": None}
+    return p.launch("norm", "norm")
+
+
+def _quantize_rows(site: Site) -> tuple[Call, ...]:
+    dtype = str(site.node.attr("dtype"))
+    p = _Vectors(site, {"X": 0}, _power(_width(site)))
+    p.input("x_ptr", 0)
+    p.output("codes_ptr")
+    p.output("scales_ptr", 1)
+    p.number("vectors", p.count)
+    p.constants |= {"LIMIT": float(LIMITS[dtype]), "WHOLE": dtype == "i8", "WIDTH": _width(site)}
+    return p.launch("quantize", "quantize_rows")
+
+
+def _along(site: Site) -> tuple[Call, ...]:
+    """Reductions, softmax, running sums, argmax."""
+    op = site.node.op
+    p = _Vectors(site, {"X": 0}, min(_STEP, _power(_width(site))))
+    p.input("x_ptr", 0)
+    p.output("y_ptr")
+    p.number("vectors", p.count)
+    p.constants |= {"WIDTH": _width(site)}
+    if op in ("softmax", "cumsum", "argmax"):
+        return p.launch("rowops", op)
+    p.constants["OP"] = op
+    return p.launch("rowops", "reduce")
+
+
+def _topk(site: Site) -> tuple[Call, ...]:
+    p = _Vectors(site, {"X": 0}, _power(_width(site)))
+    p.input("x_ptr", 0)
+    p.output("values_ptr")
+    p.output("index_ptr", 1)
+    p.number("vectors", p.count)
+    p.constants |= {"COUNT": int(site.number("k")), "LARGEST": site.flag("largest"), "WIDTH": _width(site)}
+    return p.launch("rowops", "topk")
+
+
+def _gather(site: Site) -> tuple[Call, ...]:
+    count = int(site.inputs[1].shape[-1])
+    p = _Vectors(site, {"X": 0, "INDEX": 1}, min(_TILE, _power(count)))
+    p.input("x_ptr", 0)
+    p.input("index_ptr", 1)
+    p.output("y_ptr")
+    p.number("vectors", p.count)
+    p.constants |= {"WIDTH": _width(site), "COUNT": count}
+    return p.launch("rowops", "gather", cdiv(count, p.block))
+
+
+def _scatter(site: Site) -> tuple[Call, ...]:
+    source = len(site.inputs) == 3
+    sides = {"X": 0, "INDEX": 1} | ({"SOURCE": 2} if source else {})
+    p = _Vectors(site, sides, min(_TILE, _power(_width(site))))
+    p.input("x_ptr", 0)
+    p.input("index_ptr", 1)
+    p.input("source_ptr", 2 if source else None)
+    p.output("y_ptr")
+    p.number("vectors", p.count)
+    p.constants |= {"VALUE": 0.0 if source else float(site.number("scalar")), "ADD": site.flag("add")}
+    p.constants |= {"WIDTH": _width(site), "COUNT": int(site.inputs[1].shape[-1])}
+    p.constants |= {"STEP": int(source and int(site.inputs[2].shape[-1]) > 1)}
+    p.constants |= {} if source else {"SOURCE": None}
+    return p.launch("rowops", "scatter", cdiv(_width(site), p.block))
+
+
+def _embedding(site: Site) -> tuple[Call, ...]:
+    name = str(site.node.attr("scheme", ""))
+    row, table = scheme(name) if name else None, site.inputs[0]
+    form = "float" if row is None else "e2m1" if row.name == "mxfp4" else "u4" if row.codes == "u4" else "code"
+    width = table.features
+    p = _Vectors(site, {})
+    p.constants = {}
+    p.input("table_ptr", 0)
+    p.input("scales_ptr", 1 if row else None)
+    p.input("zeros_ptr", 2 if row and row.zeros else None)
+    p.input("ids_ptr", len(site.inputs) - 1)
+    p.output("y_ptr")
+    offset, group = (float(row.offset), row.group or 0) if row else (0.0, 0)
+    block = min(_TILE, _power(width))
+    p.constants |= {"FORMAT": form, "OFFSET": offset, "GROUP": group, "COUNT": int(table.shape[0]), "WIDTH": width}
+    p.constants["BLOCK"] = block
+    grid = (site.bucket.size(site.out.shape[0]), cdiv(width, block), 1)
+    return (p.call("embedding", "embedding", grid, 4),)
+
+
+def _take_rows(site: Site) -> tuple[Call, ...]:
+    x = site.inputs[0]
+    block = min(_TILE, _power(x.features))
+    p = _Vectors(site, {})
+    p.input("x_ptr", 0)
+    p.input("index_ptr", 1)
+    p.output("y_ptr")
+    p.number("x_row", x.strides()[0])
+    p.constants = {"WIDTH": x.features, "BLOCK": block}
+    grid = (site.bucket.size(site.out.shape[0]), cdiv(x.features, block), 1)
+    return (p.call("embedding", "take_rows", grid, 4),)
+
+
+def _rotary(site: Site) -> tuple[Call, ...]:
+    x, half = site.inputs[0], int(site.inputs[1].shape[1])
+    heads, width = int(x.shape[1]), int(x.shape[2])
+    pairs = _power(half)
+    lines = min(_power(heads), max(1, _TILE // pairs))
+    p = _Vectors(site, {})
+    for i, name in enumerate(("x_ptr", "cos_ptr", "sin_ptr", "positions_ptr")):
+        p.input(name, i)
+    p.output("y_ptr")
+    p.number("x_row", x.strides()[0])
+    p.number("x_head", x.strides()[1])
+    p.constants = {"HEADS": heads, "WIDTH": width, "HALF": half, "INTERLEAVED": site.flag("interleaved")}
+    p.constants |= {"LINES": lines, "PAIRS": pairs, "REST": _power(width - 2 * half) if width > 2 * half else 0}
+    return (p.call("embedding", "rotary", (site.bucket.size(site.out.shape[0]), cdiv(heads, lines), 1), 4),)
+
+
+def _weighted_sum(site: Site) -> tuple[Call, ...]:
+    y, w = site.inputs
+    width = int(y.shape[2])
+    block = min(_TILE, _power(width))
+    p = _Vectors(site, {})
+    p.input("y_ptr", 0)
+    p.input("w_ptr", 1)
+    p.output("out_ptr")
+    for name, number in (("y_row", y.strides()[0]), ("y_slot", y.strides()[1]), ("w_row", w.strides()[0])):
+        p.number(name, number)
+    p.number("width", width)
+    p.constants = {"SLOTS": int(y.shape[1]), "BLOCK": block}
+    grid = (site.bucket.size(site.out.shape[0]), cdiv(width, block), 1)
+    return (p.call("experts", "weighted_sum", grid, 4),)
+
+
+def _matmul(site: Site) -> tuple[Call, ...]:
+    a, b, out = *site.inputs, site.out
+    lead = out.shape[:-2]
+    m = site.bucket.size(out.shape[-2])
+    p = _Vectors(site, {})
+    p.input("a_ptr", 0)
+    p.input("b_ptr", 1)
+    p.output("y_ptr")
+    p.number("m", m)
+    p.number("a_line", a.strides()[-2])
+    p.number("b_line", b.strides()[-2])
+    n, k = int(b.shape[-1]), int(a.shape[-1])
+    bm = 16 if m <= 16 else 32
+    p.constants = {"N": n, "K": k, "EXTENT": tuple(int(d) for d in lead[1:])}
+    p.constants |= {"INNER": prod(int(d) for d in lead[1:]), "A": _lead(a, len(lead)), "B": _lead(b, len(lead))}
+    p.constants |= {"BM": bm, "BN": 32, "BK": 32}
+    batches = prod(site.bucket.size(d) for d in lead)
+    return (p.call("rowops", "matmul", (cdiv(m, bm), cdiv(n, 32), batches), 4),)
+
+
+def _lead(t: TensorType, count: int) -> tuple[int, ...]:
+    """Strides of a matrix's place in a batch of `count` axes, 0 where it is repeated."""
+    own = [0 if d == 1 else s for d, s in zip(t.shape[:-2], t.strides(), strict=False)]
+    return (0,) * (max(count, 1) - len(own)) + tuple(own)
+
+
+def _strided(t: TensorType) -> bool:
+    return t.layout == "row" or t.layout.startswith("strides:")
+
+
+def _all_views(site: Site) -> bool:
+    return all(_strided(t) for t in site.inputs) and all(v.type.layout == "row" for v in site.node.outputs)
+
+
+def _floats_fit(site: Site) -> bool:
+    return _all_views(site) and all(t.dtype in _FLOATS for t in site.inputs)
+
+
+def _held(site: Site) -> bool:
+    """Floats, in vectors that a program holds."""
+    return _floats_fit(site) and _width(site) <= _WHOLE
+
+
+def _norm_fits(site: Site) -> bool:
+    parameters = site.inputs[2 if site.node.op.startswith("add_") else 1 :]
+    return _held(site) and all(t.layout == "row" for t in parameters)
+
+
+def _topk_fits(site: Site) -> bool:
+    return _floats_fit(site) and _width(site) <= _WHOLE // 4
+
+
+def _codes_fit(site: Site) -> bool:
+    return _held(site) and (site.node.attr("dtype") == "i8" or site.arch not in _NO_FP8)
+
+
+def _index_fits(site: Site) -> bool:
+    return _all_views(site) and site.inputs[1].dtype == "i32" and site.inputs[0].dtype in ("f32", "i32")
+
+
+def _embedding_fits(site: Site) -> bool:
+    table, ids = site.inputs[0], site.inputs[-1]
+    name = str(site.node.attr("scheme", ""))
+    if ids.dtype != "i32" or ids.layout != "row":
+        return False
+    if not name:
+        return table.layout == "row" and table.dtype in ("f32", "bf16")
+    if scheme(name).codes == "u4":
+        return table.layout == PAIRS
+    return table.layout == "row" and (table.dtype == "i8" or site.arch not in _NO_FP8)
+
+
+def _take_rows_fits(site: Site) -> bool:
+    x = site.inputs[0]
+    dense = TensorType(x.dtype, x.shape).strides()
+    return _all_views(site) and site.inputs[1].dtype == "i32" and x.strides()[1:] == dense[1:]
+
+
+def _rotary_fits(site: Site) -> bool:
+    return _floats_fit_first(site, 3) and site.inputs[3].dtype == "i32"
+
+
+def _floats_fit_first(site: Site, count: int) -> bool:
+    return _all_views(site) and all(t.dtype in _FLOATS for t in site.inputs[:count])
+
+
+def _matmul_fits(site: Site) -> bool:
+    return _all_views(site) and all(t.dtype == "f32" for t in site.inputs)
+
+
+def _named(
+    ops: Sequence[str], make: Callable[[Site], tuple[Call, ...]], says: str, when: Callable[[Site], bool]
+) -> tuple[Row, ...]:
+    return tuple(Row(op, make, says, when) for op in ops)
+
+
+_NORMS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
+_ALONG = ("sum", "mean", "amax", "amin", "prod", "softmax", "cumsum", "argmax")
+_TABLE = "ids i32[T] and a table of f32 or bf16, of 8-bit codes (f8e4m3 from sm_89), or of u4 in pairs"
+ROWS: tuple[Row, ...] = (
+    *_named(_NORMS, _norm, f"floats [T, .., D], D up to {_WHOLE}, in any views", _norm_fits),
+    *_named(_ALONG, _along, "floats [T, .., D] in any views", _floats_fit),
+    Row("quantize_rows", _quantize_rows, f"floats [.., K], K up to {_WHOLE}, to i8 or (from sm_89) f8e4m3", _codes_fit),
+    Row("topk", _topk, f"floats [T, .., D], D up to {_WHOLE // 4}, in any views", _topk_fits),
+    Row("gather", _gather, "f32 or i32 [T, .., D] and an index of i32, in any views", _index_fits),
+    Row("scatter", _scatter, "f32 [T, .., D] and an index of i32, in any views", _index_fits),
+    *_named(("embedding", "qembedding"), _embedding, _TABLE, _embedding_fits),
+    Row("take_rows", _take_rows, "x[T, ..] with dense rows, index i32[R]", _take_rows_fits),
+    Row("rotary", _rotary, "x of floats [T, heads, D], tables of floats [positions, R/2]", _rotary_fits),
+    Row("weighted_sum", _weighted_sum, "floats [T, k, N] and [T, k], in any views", _floats_fit),
+    Row("matmul", _matmul, "f32 [.., M, K] and [.., K, N], in any views", _matmul_fits),
+)
