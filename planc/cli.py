@@ -82,6 +82,14 @@ def _build_extra(verb: F) -> F:
     show_default=True,
     help="cpu (this machine's), cpu:<isa>, or GPUs of `planc targets`: several, with commas, give a plan each in -o.",
 )
+@click.option(
+    "--tp",
+    type=int,
+    metavar="N",
+    default=1,
+    show_default=True,
+    help="Processes that split each layer (tensor parallel).",
+)
 @click.option("--max-model-len", type=int, help="Tokens of one sequence. [default: the model's]")
 @click.option("--max-num-seqs", type=int, default=64, show_default=True, help="Sequences in one step.")
 @click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True, help="Tokens in one step.")
@@ -229,10 +237,21 @@ def export(**flags: Any) -> None:
 @main.command()
 @click.argument("plan", type=PLAN)
 @click.option("--threads", type=int, help="Threads of a step. [default: the CPUs that this process may use]")
-def verify(plan: Path, threads: int | None) -> None:
-    """Run a plan's goldens; exit 1 when its tokens are not those of the manifest."""
+@click.option("--emulate", is_flag=True, help="Run the kernels of a GPU's plan on this CPU, against references.")
+@click.option("--kernels", is_flag=True, help="With --emulate: each kernel by itself, also of a small model.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="With --emulate: of inputs and orders of launches."
+)
+def verify(plan: Path, threads: int | None, emulate: bool, kernels: bool, seed: int) -> None:
+    """Run a plan's goldens; exit 1 when its tokens are not those of the manifest.
+
+    With --emulate: run the kernels of a GPU's plan without that GPU, a small model's whole, and exit 1 when one is
+    wrong.
+    """
+    if emulate:
+        sys.exit(0 if _emulated(plan, seed, kernels) else 1)
     from planc.plans import store
-    from planc.runtime.cpu import CpuExecutor
+    from planc.runtime.executors import open_executor
     from planc.runtime.goldens import verify as verdicts_of
 
     loaded = store.load(plan)
@@ -240,7 +259,7 @@ def verify(plan: Path, threads: int | None) -> None:
     if not longest:
         raise PlancError(f"{plan} has no goldens (it was built with --weights none).")
     blocks = -(-longest // loaded.kv.block_size)
-    executor = CpuExecutor(plan, loaded, num_blocks=blocks, num_threads=threads)
+    executor = open_executor(plan, loaded, num_blocks=blocks, num_threads=threads)
     try:
         results = list(verdicts_of(loaded, executor))
     finally:
@@ -249,6 +268,17 @@ def verify(plan: Path, threads: int | None) -> None:
         told = "equal" if v.differs_at is None else f"differs at token {v.differs_at}" + (" (a tie)" if v.tied else "")
         click.echo(f"{'ok  ' if v.ok else 'FAIL'} {v.golden.prompt!r}: {told}")
     sys.exit(0 if all(v.ok for v in results) else 1)
+
+
+@_build_extra
+def _emulated(plan: Path, seed: int, kernels: bool) -> bool:
+    from planc.compiler.emulate import Verdict
+    from planc.compiler.emulate import verify as run_emulated
+
+    def report(verdict: Verdict) -> None:
+        click.echo(f"{'ok  ' if verdict.ok else 'FAIL'} {verdict.name}: {verdict.detail}")
+
+    return run_emulated(plan, report, seed, kernels)
 
 
 @main.command()

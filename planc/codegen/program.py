@@ -28,13 +28,17 @@ class Launch:
 
 @dataclass(frozen=True)
 class Program:
-    """One step: launches in order, weights in the order of `planc_open`, and where the logits lie in the arena."""
+    """One step: launches in order, weights in the order of `planc_open`, and where the logits lie in the arena.
+
+    It is the same for each of its `ranks`.
+    """
 
     target: Target
     launches: tuple[Launch, ...]
     weights: tuple[str, ...]
     logits_offset: int
     limits: Mapping[str, int]
+    ranks: int = 1
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -64,6 +68,7 @@ class Program:
             "num_weights": len(self.weights),
             "max_buffers": max(len(launch.buffers) for launch in self.launches),
             "limits": self.limits,
+            "ranks": self.ranks,
         }
         return render("step.cpp.jinja", variables)
 
@@ -83,7 +88,8 @@ def program(graph: Graph, target: Target, limits: Mapping[str, int]) -> Program:
     address = next(v.addr for v in logits.outputs if v.name == graph.outputs[0])
     if address is None:
         raise PlancError(f"%{graph.outputs[0]} has no address; run the memory pass first")
-    return Program(target, launches, weights, address, dict(limits))
+    ranks = next((int(n.attr("ranks")) for n in nodes if OPS[n.op].collective), 1)  # type: ignore[arg-type]
+    return Program(target, launches, weights, address, dict(limits), ranks)
 
 
 def _refs(graph: Graph, weights: tuple[str, ...]) -> dict[str, tuple[str, int]]:
@@ -98,6 +104,7 @@ def _launch(n: Node, graph: Graph, target: Target, refs: Mapping[str, tuple[str,
     types = [graph.types[i] for i in n.inputs]
     kernel = choose(n, types, target)
     buffers = tuple(_buffer(a, n, refs) for a in arguments(n, types, target))
+    buffers += ("planc::group()",) if OPS[n.op].collective else ()
     axis = n.out.type.shape[0] if n.outputs else types[0].shape[0]
     return Launch(kernel, _LENGTHS.get(axis, str(axis)) if isinstance(axis, str) else str(axis), buffers, n.loc)
 

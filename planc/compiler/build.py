@@ -33,9 +33,11 @@ from planc.passes.choices import Choices
 from planc.passes.options import Options
 from planc.passes.pipeline import run as run_passes
 from planc.passes.schemes import QuantConfig
+from planc.passes.shard import replicated
 from planc.plans import schema, store
 from planc.plans.host import missing_flags
-from planc.runtime.cpu import CpuExecutor
+from planc.runtime.batch import Executor
+from planc.runtime.executors import open_executor
 from planc.runtime.goldens import Scorer
 from planc.runtime.tokenizer import Tokenizer
 
@@ -56,6 +58,7 @@ class BuildRequest:
     dtype: str = "auto"
     quant_config: Path | None = None
     target: str = "cpu"
+    tp: int = 1
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -155,7 +158,7 @@ def _tokenizer(source: ModelSource, folder: Path, progress: Progress) -> Tokeniz
 
 
 def _check_request(request: BuildRequest) -> None:
-    for name in ("max_num_seqs", "max_num_batched_tokens"):
+    for name in ("max_num_seqs", "max_num_batched_tokens", "tp"):
         if getattr(request, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(request, name)}.")
     if request.max_num_batched_tokens < request.max_num_seqs:
@@ -176,6 +179,11 @@ def _check_request(request: BuildRequest) -> None:
         raise UsageError(f"--max-kl is {request.max_kl:g}; pass a number of nats above 0.")
     if request.max_ppl_increase is not None:
         gate.share(request.max_ppl_increase)
+    if request.auto_mixed and request.tp > 1:
+        raise UsageError(
+            "--auto-mixed measures single modules of a plan of one rank: build with --tp 1, and give what it widened "
+            "to --tp in a --quant-config."
+        )
 
 
 def _most(request: BuildRequest, options: Options) -> gate.Limits:
@@ -196,6 +204,7 @@ def _options(request: BuildRequest, config: "PretrainedConfig", target: Target, 
         max_num_seqs=request.max_num_seqs,
         max_num_batched_tokens=request.max_num_batched_tokens,
         block_size=request.block_size,
+        tp=request.tp,
     )
 
 
@@ -304,9 +313,14 @@ class _Job:
             return self, options
         if self.choices is None:
             text = partial(calibration_text, self.request.calib, tokenizer, self.request.calib_tokens)
-            choices, found = calibrate_model(self.lifted, self.source, options, text, self.progress)
+            whole = replace(options, tp=1)
+            choices, found = calibrate_model(self.lifted, self.source, whole, text, self.progress)
             self = replace(self, calibration=found, choices=choices)
-        return self, replace(options, choices=self.choices or Choices())
+        choices = self.choices or Choices()
+        if options.tp > 1 and choices.clips:
+            self.progress.say("ranges that calibration found belong to whole weights: parts of ranks have their own")
+            choices = replace(choices, clips={}, offsets={})
+        return self, replace(options, choices=choices)
 
     def make(self, root: Path, options: Options, measured: bool) -> Attempt:
         """Another attempt, in a directory of its own."""
@@ -322,8 +336,7 @@ class _Job:
 
     def write(self, root: Path, graph: Graph, log: tuple[schema.PassLog, ...], options: Options) -> Attempt:
         plan = _write(root, graph, log, self.info, self.source, options, self.request, self.progress)
-        plan = replace(plan, calibration=self.calibration)
-        return Attempt(options, graph, plan)
+        return Attempt(options, graph, replace(plan, calibration=_calibration(self.calibration, log, options)))
 
     def measured(self, root: Path, attempt: Attempt) -> Attempt:
         if attempt.options.target.kind == "cuda":
@@ -332,7 +345,7 @@ class _Job:
             plan = _measure(root, attempt.graph, attempt.plan, self.judge, attempt.options, self.progress)
         if plan.accuracy.mean_kl is not None and quantized(attempt.graph):
             with self.progress.stage("errors of weights"):
-                found = errors(attempt.graph, self.source.read, self.source.read_rows)
+                found = errors(attempt.graph, self.source.read, self.source.read_rows, attempt.options.tp)
             plan = replace(plan, accuracy=replace(plan.accuracy, weights=found))
         return replace(attempt, plan=plan)
 
@@ -367,10 +380,12 @@ def _write(
     (root / store.GRAPH).write_text(to_text(graph))
     made = generate(graph, options, root, progress.counter("kernels"))
     weights.write_constants(graph, root)
-    packed = weights.split(graph)[1]
+    whole = replicated(graph) if options.tp > 1 else ()
+    if whole:
+        progress.say(f"every rank holds {len(whole)} products whole, first {whole[0]}")
     if request.weights == "pack":
-        bar = progress.bytes("weights", weights.total_bytes(packed))
-        weights.write_weights(graph, source.read, root, bar, source.read_rows)
+        bar = progress.bytes("weights", options.tp * weights.total_bytes(weights.split(graph)[1]))
+        weights.write_weights(graph, source.read, root, bar, source.read_rows, options.tp)
     return schema.Plan(
         model=info,
         target=str(options.target),
@@ -383,15 +398,25 @@ def _write(
         program=made.program,
         kernels=made.kernels,
         estimates=made.estimates,
-        weight_files=(weights.CONSTANTS_FILE, *([weights.WEIGHTS_FILE] if request.weights == "pack" else [])),
+        weight_files=(weights.CONSTANTS_FILE, *(weights.rank_files(options.tp) if request.weights == "pack" else ())),
         goldens=(),
         goldens_target=None,
         accuracy=schema.Accuracy(reference="none"),
         passes=log,
+        replicated=whole,
         made_with={"planc": planc.__version__, "python": platform.python_version()}
         | {name: version(name) for name in _MADE_WITH}
         | made.made_with,
     )
+
+
+def _calibration(
+    found: schema.Calibration | None, log: tuple[schema.PassLog, ...], options: Options
+) -> schema.Calibration | None:
+    """What was found, with the scales that a plan of ranks took of it: those whose vector no rank has a part of."""
+    if found is None or options.tp == 1:
+        return found
+    return replace(found, scaled=next(p.matches for p in log if p.name == "migrate"))
 
 
 def _limits(graph: Graph, options: Options) -> schema.Limits:
@@ -441,7 +466,7 @@ def _measure(
             (Path(scratch) / "weights").symlink_to((root / "weights").resolve())
             runnable, home = replace(plan, target=str(on)), Path(scratch)
         pages = -(-options.max_model_len // options.block_size)
-        executor = CpuExecutor(home, runnable, num_blocks=min(pages, -(-4096 // options.block_size)))
+        executor = open_executor(home, runnable, num_blocks=min(pages, -(-4096 // options.block_size)))
         try:
             with bounded(executor, plan.memory.weights):
                 goldens, measured = _score(root, executor, plan, judge, progress)
@@ -452,7 +477,7 @@ def _measure(
 
 def _score(
     root: Path,
-    executor: CpuExecutor,
+    executor: Executor,
     plan: schema.Plan,
     judge: Judge | None,
     progress: Progress,

@@ -1,7 +1,7 @@
 """How far stored weights are from the checkpoint's: in goes a planned graph, out come errors of those in a scheme."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -10,6 +10,7 @@ from planc.compiler.ir.graph import Graph
 from planc.compiler.ir.parts import part
 from planc.compiler.ir.quant import BLOCK, SCHEMES, Scheme
 from planc.compiler.ir.recipe import Reader, Recipe, RowReader, evaluate, infer
+from planc.compiler.ir.shards import of_rank
 from planc.plans.schema import WeightError
 
 SAMPLE = 1 << 22  # elements of a weight that are looked at: enough for three digits, whatever its size
@@ -68,15 +69,17 @@ def module_of(tensor: str) -> str:
     return ".".join("*" if i in numbers[1:] else word for i, word in enumerate(words))
 
 
-def errors(graph: Graph, read: Reader, rows: RowReader | None = None) -> tuple[WeightError, ...]:
-    """The relative error of each weight in a scheme, over evenly spread parts of the large ones.
+def errors(graph: Graph, read: Reader, rows: RowReader | None = None, ranks: int = 1) -> tuple[WeightError, ...]:
+    """The relative error of each weight in a scheme, the parts of all ranks together, over evenly spread parts of the
+    large ones.
 
     Memory: one weight, of a stack of experts one expert, and a few times SAMPLE float32.
     """
     found = []
     for weight in quantized(graph):
         lost = kept = 0.0
-        for wide, clip in samples(weight, read, graph.constants, rows):
+        parts = [replace(weight, wide=of_rank(weight.wide, r)) for r in range(ranks)]
+        for wide, clip in (sample for p in parts for sample in samples(p, read, graph.constants, rows)):
             floats = wide.astype(np.float32)
             lost += float(np.square(weight.stored(floats, clip) - floats, dtype=np.float64).sum())
             kept += float(np.square(floats, dtype=np.float64).sum())

@@ -5,6 +5,7 @@ kept between two weights.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -14,18 +15,24 @@ from planc.compiler.ir.graph import Graph, Weight
 from planc.compiler.ir.packing import packed_shape
 from planc.compiler.ir.parts import pieces
 from planc.compiler.ir.recipe import Reader, RowReader
+from planc.compiler.ir.shards import of_rank, ranks_of
 from planc.compiler.ir.types import PACKED, TensorType
 from planc.errors import PlancError
+from planc.plans.schema import rank_file
 from planc.plans.tensors import Writer
 
 CONSTANTS_FILE = "weights/constants.safetensors"
-WEIGHTS_FILE = "weights/rank0.safetensors"
+
+
+def rank_files(ranks: int) -> tuple[str, ...]:
+    """`weights/rank<r>.safetensors` of each rank."""
+    return tuple(map(rank_file, range(ranks)))
 
 
 def split(graph: Graph) -> tuple[list[Weight], list[Weight]]:
-    """The graph's weights that the compiler made alone, and those that need the checkpoint."""
-    constant = [w for w in graph.weights if not w.recipe.loads]
-    return constant, [w for w in graph.weights if w.recipe.loads]
+    """The graph's weights that the compiler made alone, and those that need the checkpoint or differ by rank."""
+    own = {w.name: bool(w.recipe.loads) or ranks_of(w.recipe) > 1 for w in graph.weights}
+    return [w for w in graph.weights if not own[w.name]], [w for w in graph.weights if own[w.name]]
 
 
 def total_bytes(weights: list[Weight]) -> int:
@@ -39,15 +46,23 @@ def write_constants(graph: Graph, root: Path) -> None:
 
 
 def write_weights(
-    graph: Graph, read: Reader, root: Path, progress: Callable[[int], None], rows: RowReader | None = None
+    graph: Graph,
+    read: Reader,
+    root: Path,
+    progress: Callable[[int], None],
+    rows: RowReader | None = None,
+    ranks: int = 1,
 ) -> None:
-    """Writes `weights/rank0.safetensors` below `root`; `progress` gets the bytes written, piece by piece.
+    """Writes the file of each rank below `root`; `progress` gets the bytes written, piece by piece.
 
     `rows` reads a range of a tensor's first axis: with it, a stack of experts that the checkpoint holds as one tensor
     is read and written some experts at a time.
     Raises PlancError naming the weight when a checkpoint tensor is not what the graph was compiled for.
     """
-    _write(split(graph)[1], root / WEIGHTS_FILE, read, rows, graph, progress)
+    found = split(graph)[1]
+    for rank, name in enumerate(rank_files(ranks)):
+        mine = [replace(w, recipe=of_rank(w.recipe, rank)) for w in found]
+        _write(mine, root / name, read, rows, graph, progress)
 
 
 def stored_shape(t: TensorType) -> tuple[int, ...]:

@@ -16,11 +16,13 @@ from planc.passes.sites import PRODUCTS, Site, sites, weight_of
 
 
 def migrate(graph: Graph, options: Options) -> tuple[Graph, int]:
-    """Applies the chosen scales and offsets; counts the sites."""
+    """Applies the chosen scales and offsets; counts the sites. One whose vector ranks share out keeps none: scales
+    belong to the whole.
+    """
     choices = options.choices
     if not choices.scales and not choices.offsets:
         return graph, 0
-    chosen = [s for s in sites(graph) if s.name in choices.scales]
+    chosen = [s for s in sites(graph) if len(choices.scales.get(s.name, ())) == s.size]
     edit = _Edit(graph)
     for site in chosen:
         edit.take(site, choices.scales[site.name])

@@ -3,6 +3,12 @@
 from dataclasses import dataclass, field
 
 SCHEMA_VERSION = 1
+_RANK_FILES = "weights/rank"
+
+
+def rank_file(rank: int) -> str:
+    """The file of a rank's weights, below the plan."""
+    return f"{_RANK_FILES}{rank}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the plan can do: tokens of one sequence, sequences and tokens of one step, logits per row, ranks."""
+    """What the plan can do: tokens of one sequence, sequences and tokens of one step, logits per row; and the processes
+    or devices that run it together.
+    """
 
     max_model_len: int
     max_num_seqs: int
@@ -67,7 +75,10 @@ class KVLayer:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The paged cache: a page holds `block_size` positions of every layer in `page_bytes`, scales included."""
+    """The paged cache: a page holds `block_size` positions of every layer in `page_bytes`, scales included.
+
+    Each rank has its own, with the heads that it computes.
+    """
 
     dtype: str
     block_size: int
@@ -97,7 +108,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by part. `kv_token` is the cache of one token, `kv_full` that of max_num_seqs full sequences."""
+    """Bytes by part, of a rank. `kv_token` is the cache of one token, `kv_full` that of max_num_seqs full sequences."""
 
     weights: int
     constants: int
@@ -204,7 +215,8 @@ class PassLog:
 @dataclass(frozen=True)
 class Plan:
     """All of plan.json. `files` maps each other file of the directory to its sha256; `digest` is that of the manifest
-    itself, taken with `digest` empty."""
+    itself, taken with `digest` empty. `replicated` are modules whose weights every rank holds whole.
+    """
 
     model: ModelInfo
     target: str
@@ -222,9 +234,15 @@ class Plan:
     made_with: dict[str, str]
     calibration: Calibration | None = None
     estimates: tuple[Estimate, ...] = ()
+    replicated: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
     digest: str = ""
     schema_version: int = SCHEMA_VERSION
+
+    def weight_files_of(self, rank: int) -> tuple[str, ...]:
+        """The files of weights that a rank reads: those of all, and its own."""
+        own = rank_file(rank)
+        return tuple(n for n in self.weight_files if n == own or not n.startswith(_RANK_FILES))
 
     @property
     def has_weights(self) -> bool:

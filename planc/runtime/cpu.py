@@ -23,6 +23,7 @@ from planc.runtime.batch import Batch, Int32
 from planc.runtime.weights import MappedWeights, addresses
 
 MAX_SLOTS = 2**31 - 1  # slots are int32
+RANK_GONE = 2  # what a step returns when another rank has ended
 
 
 class _CBatch(ctypes.Structure):
@@ -45,14 +46,16 @@ class _CBatch(ctypes.Structure):
 class CpuExecutor:
     """Runs a plan's program. Raises PlancError when this CPU lacks the plan's ISA or a file is missing or corrupt.
 
-    num_threads is by default the CPUs that this process may use; UsageError when it is less than 1.
+    num_threads is by default the CPUs that this process may use; UsageError when it is less than 1. Of a plan of
+    several ranks it is one, and must `join` the others before the first step (see ranks.py).
     """
 
-    def __init__(self, root: Path, plan: Plan, num_blocks: int, num_threads: int | None = None) -> None:
+    def __init__(
+        self, root: Path, plan: Plan, num_blocks: int, num_threads: int | None = None, *, rank: int = 0
+    ) -> None:
         _check_target(plan.target)
         check_paths(root, plan)
-        if num_threads is not None and num_threads < 1:
-            raise UsageError(f"--threads is {num_threads}, expected at least 1; leave it out to use every CPU")
+        check_threads(num_threads)
         if not plan.has_weights:
             raise PlancError(f"{root} was built with --weights none; build it with --weights pack to run it.")
         self.num_blocks = num_blocks
@@ -60,8 +63,8 @@ class CpuExecutor:
         self.vocab_size = plan.limits.vocab_size
         self._handle: int | None = None
         check_file(root, plan, plan.program.library)  # loading damaged code could kill the process
-        self._library = _load_library(root / plan.program.library)
-        self._weights = [MappedWeights(root / name) for name in plan.weight_files]
+        self._library = _load_library(root / plan.program.library, plan.limits.ranks)
+        self._weights = [MappedWeights(root / name) for name in plan.weight_files_of(rank)]
         self._arena = _anonymous(plan.program.arena_bytes, "activations")
         self._kv = _anonymous(num_blocks * plan.kv.page_bytes, "the KV cache")
         self._logits = _logits_view(self._arena, plan)
@@ -77,12 +80,32 @@ class CpuExecutor:
         for name in ("ids", "positions", "slots", "page_table", "query_start", "logit_rows"):
             setattr(c_batch, name, _pointer(getattr(batch, name)))
         code = self._library.planc_step(self._handle, ctypes.byref(c_batch))
+        if code == RANK_GONE:
+            raise PlancError("another rank of the plan is gone; start it again")
         if code != 0:
             raise PlancError(
                 f"the model step returned {code} for {len(batch.ids)} tokens of {len(table)} sequences, expected 0; "
                 "run planc check and planc verify on the plan"
             )
         return self._logits[: len(batch.logit_rows)]
+
+    def group_bytes(self) -> int:
+        """Bytes that collectives take of the memory that ranks share; a multiple of 64."""
+        return -(-int(self._library.planc_group_bytes()) // 64) * 64
+
+    def join(self, memory: mmap.mmap, rank: int, threads: int) -> None:
+        """Take part in the collectives of all ranks, which have so many threads together."""
+        self._group = memory
+        if self._library.planc_join(self._handle, _address(memory), rank, threads) != 0:
+            raise PlancError(f"rank {rank} of the plan could not join the others; build the plan again")
+
+    def group_failed(self) -> bool:
+        """Whether a rank is known to be gone."""
+        return bool(np.frombuffer(self._group, np.uint32, 1)[0])
+
+    def fail_group(self) -> None:
+        """Make every rank stop waiting for the others."""
+        np.frombuffer(self._group, np.uint32, 1)[0] = 1
 
     def release_weights(self) -> None:
         """Give the resident pages of the weights back to the system, at any time and from any thread."""
@@ -152,6 +175,12 @@ def check_file(root: Path, plan: Plan, name: str) -> None:
         raise PlancError(f"{path} has changed since the build. Build the plan again.")
 
 
+def check_threads(num_threads: int | None) -> None:
+    """UsageError for fewer threads than one."""
+    if num_threads is not None and num_threads < 1:
+        raise UsageError(f"--threads is {num_threads}, expected at least 1; leave it out to use every CPU")
+
+
 def _check_target(target: str) -> None:
     if not target.startswith("cpu:"):
         raise PlancError(f"the plan is for {target}; this runtime serves cpu targets. Build one with --target cpu.")
@@ -162,7 +191,7 @@ def _check_target(target: str) -> None:
         )
 
 
-def _load_library(path: Path) -> ctypes.CDLL:
+def _load_library(path: Path, ranks: int) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path.resolve()))
         library.planc_open.restype = ctypes.c_void_p
@@ -172,6 +201,9 @@ def _load_library(path: Path) -> ctypes.CDLL:
         library.planc_step.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
         library.planc_close.restype = None
         library.planc_close.argtypes = (ctypes.c_void_p,)
+        if ranks > 1:
+            library.planc_group_bytes.restype = ctypes.c_int64
+            library.planc_join.argtypes = (pointer, pointer, number, number)
     except (OSError, AttributeError) as e:
         raise PlancError(f"{path}: the plan's program cannot be loaded ({e}). Rebuild the plan.") from e
     return library

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import sys
 import time
@@ -17,9 +18,11 @@ from planc.errors import PlancError, UsageError
 from planc.plans import store
 from planc.plans.host import available_bytes
 from planc.plans.schema import Plan
-from planc.runtime.cpu import CpuExecutor, check_file, check_paths, kv_blocks
+from planc.runtime.cpu import check_file, check_paths, kv_blocks
 from planc.runtime.engine import Engine, Observer
+from planc.runtime.executors import open_executor
 from planc.runtime.output import Output
+from planc.runtime.ranks import RankedExecutor
 from planc.runtime.scheduler import SchedulerLimits
 from planc.runtime.sequence import SamplingParams, model_defaults
 from planc.runtime.tokenizer import Tokenizer
@@ -81,11 +84,11 @@ def load(options: RunOptions, observer: Observer | None = None) -> Loaded:
     check_paths(options.plan, plan)
     limits = _limits(plan, options)
     blocks = kv_blocks(plan, _kv_memory(plan, options), limits.max_num_seqs)
-    executor = CpuExecutor(options.plan, plan, blocks, options.threads)
     for name in plan.files:
         if name.startswith("tokenizer/"):
             check_file(options.plan, plan, name)
     tokenizer = Tokenizer.load(options.plan / "tokenizer")
+    executor = open_executor(options.plan, plan, blocks, options.threads)  # last: it may start processes
     engine = Engine(
         executor,
         tokenizer,
@@ -101,7 +104,7 @@ def load(options: RunOptions, observer: Observer | None = None) -> Loaded:
             "--kv-cache-memory-bytes %d would hold one of full length",
             engine.limits.max_model_len,
             limits.max_model_len,
-            engine.pool.blocks_for(limits.max_model_len) * plan.kv.page_bytes,
+            engine.pool.blocks_for(limits.max_model_len) * plan.kv.page_bytes * plan.limits.ranks,
         )
     return Loaded(plan, engine, tokenizer)
 
@@ -116,7 +119,6 @@ def serve(options: RunOptions, echo: Echo | None = None) -> None:
     with claim_port(options.host, options.port) as listener:
         from planc.runtime.metrics import Metrics
         from planc.runtime.server import Service
-        from planc.runtime.web import serve_app
 
         name = options.served_model_name or store.load(options.plan).model.name
         metrics = Metrics(name)
@@ -134,9 +136,27 @@ def serve(options: RunOptions, echo: Echo | None = None) -> None:
         loaded.engine.start()
         try:
             _announce(service, listener, time.monotonic() - started, echo)
-            asyncio.run(serve_app(service, listener, options.shutdown_timeout))
+            asyncio.run(_served(loaded, service, listener, options.shutdown_timeout))
         finally:
             loaded.engine.close()
+
+
+async def _served(loaded: Loaded, service: Service, listener: socket.socket, shutdown_timeout: int) -> None:
+    """Serves until a signal asks to stop, or a rank is gone: that ends the server as a signal does, and is an error."""
+    from planc.runtime.web import serve_app
+
+    executor, loop = loaded.engine.executor, asyncio.get_running_loop()
+    if not isinstance(executor, RankedExecutor):
+        await serve_app(service, listener, shutdown_timeout)
+        return
+
+    def stop(why: str) -> None:
+        loop.call_soon_threadsafe(signal.raise_signal, signal.SIGTERM)
+
+    executor.on_failure(stop)
+    await serve_app(service, listener, shutdown_timeout)
+    if executor.failure is not None:
+        raise PlancError(f"{executor.failure}; start the server again")
 
 
 def run_prompt(
@@ -194,11 +214,14 @@ def _within(flag: str, wanted: int | None, limit: int) -> int:
 
 
 def _kv_memory(plan: Plan, options: RunOptions) -> int:
-    """Bytes for the KV cache. Weights count as used although the kernel could drop their pages: serving needs them."""
+    """Bytes for the KV cache of a rank. Weights count as used although the kernel could drop their pages: serving needs
+    them.
+    """
+    ranks = plan.limits.ranks
     if options.kv_cache_memory_bytes is not None:
-        return options.kv_cache_memory_bytes
+        return options.kv_cache_memory_bytes // ranks
     taken = sum((options.plan / name).stat().st_size for name in plan.weight_files if (options.plan / name).exists())
-    return int(options.memory_utilization * available_bytes()) - taken - plan.program.arena_bytes
+    return (int(options.memory_utilization * available_bytes()) - taken) // ranks - plan.program.arena_bytes
 
 
 def claim_port(host: str, port: int) -> socket.socket:

@@ -26,7 +26,7 @@ from planc.errors import PlancError
 from planc.plans.tensors import Writer
 from tests.compiler.ir.samples import MASKS, Sample, samples
 
-ALL = list(samples())
+ALL = [s for s in samples() if not OPS[s.op].collective]  # what joins ranks is not exported
 ORDERS = {"topk", "argmax", "amax", "amin"}  # where ONNX leaves open what becomes of a NaN
 
 
@@ -84,7 +84,7 @@ def _model(e: Emitter, inputs: Sequence[Value], outputs: Sequence[Value]) -> Mod
 
 
 def test_every_op_has_a_form() -> None:
-    assert set(FORMS) == set(OPS)
+    assert set(FORMS) == {name for name, op in OPS.items() if not op.collective}
 
 
 @pytest.mark.parametrize("s", ALL, ids=lambda s: s.op)

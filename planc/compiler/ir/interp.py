@@ -1,6 +1,6 @@
 """The interpreter: in go a graph and arrays for its inputs and weights, out come its outputs, by the references."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -19,8 +19,26 @@ def run(graph: Graph, inputs: Mapping[str, np.ndarray], weights: Mapping[str, np
     return {o: env[o] for o in graph.outputs}
 
 
+def run_ranks(
+    graph: Graph, inputs: Sequence[Mapping[str, np.ndarray]], weights: Sequence[Mapping[str, np.ndarray]]
+) -> list[dict[str, np.ndarray]]:
+    """Like `run` for all ranks of a sharded graph, which run in step: each has its own inputs, cache and weights."""
+    envs: list[Env] = [dict(i) | dict(w) for i, w in zip(inputs, weights, strict=True)]
+    for n in graph.nodes:
+        if not OPS[n.op].collective:
+            for env in envs:
+                execute(n, env, graph)
+            continue
+        (joined,) = OPS[n.op].ref(dict(n.attrs), [env[n.inputs[0]] for env in envs], [graph.types[n.inputs[0]]])
+        for env in envs:
+            env[n.out.name] = joined.copy()
+    return [{o: env[o] for o in graph.outputs} for env in envs]
+
+
 def execute(node: Node, env: Env, graph: Graph) -> None:
-    """Runs one node: reads its inputs from `env`, adds its outputs."""
+    """Runs one node: reads its inputs from `env`, adds its outputs. ValueError for one that joins ranks."""
+    if OPS[node.op].collective:
+        raise ValueError(f"{node.op} at {node.loc or 'top level'} joins all ranks; run_ranks has them")
     types = [graph.types[i] for i in node.inputs]
     attrs = dict(node.attrs)
     if "rows" in attrs:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planc.compiler.ir import (
+    collectives,
     fused,
     infer,
     infer_rows,
@@ -30,8 +31,9 @@ Ref = Callable[[Attrs, Sequence[np.ndarray], Sequence[TensorType]], tuple[np.nda
 @dataclass(frozen=True)
 class Op:
     """One row. `attrs` maps each allowed attribute to True when it must be present. `inplace` is the input whose buffer
-    the first output may take. `shard` says how tensor parallelism may split it. A `view` costs nothing at run time: its
-    output is its input's memory under another shape."""
+    the first output may take. `shard` names the rule by which tensor parallelism may split it, see shard_rules.py. A
+    `view` costs nothing at run time: its output is its input's memory under another shape. The reference of a
+    `collective` takes the input of every rank."""
 
     name: str
     infer: Infer
@@ -41,6 +43,7 @@ class Op:
     effect: bool = False
     inplace: int | None = None
     view: bool = False
+    collective: bool = False
 
 
 def _pointwise() -> list[Op]:
@@ -58,29 +61,32 @@ def _pointwise() -> list[Op]:
 
 
 def _reductions() -> list[Op]:
-    return [Op(n, infer.reduce_last, refs.reduction(fn), {}, shard="replicate") for n, fn in refs.REDUCE.items()]
+    return [Op(n, infer.reduce_last, refs.reduction(fn), {}, shard="rows") for n, fn in refs.REDUCE.items()]
+
+
+_SLICE = {"axis": True, "start": True, "stop": True}
 
 
 def _rows() -> list[Op]:
     return [
-        Op("softmax", infer.same, refs_select.softmax, {}, shard="replicate", inplace=0),
-        Op("cumsum", infer.same, refs_select.cumsum, {}, shard="replicate", inplace=0),
-        Op("argmax", infer_rows.argmax, refs_select.argmax, {}, shard="replicate"),
-        Op("topk", infer_rows.topk, refs_select.topk, {"k": True, "largest": True}, shard="replicate"),
-        Op("gather", infer_rows.gather, refs_select.gather, {}, shard="replicate"),
-        Op("scatter", infer_rows.scatter, refs_select.scatter, {"scalar": False, "add": False}, shard="replicate"),
+        Op("softmax", infer.same, refs_select.softmax, {}, shard="rows", inplace=0),
+        Op("cumsum", infer.same, refs_select.cumsum, {}, shard="rows", inplace=0),
+        Op("argmax", infer_rows.argmax, refs_select.argmax, {}, shard="rows"),
+        Op("topk", infer_rows.topk, refs_select.topk, {"k": True, "largest": True}, shard="rows"),
+        Op("gather", infer_rows.gather, refs_select.gather, {}, shard="rows"),
+        Op("scatter", infer_rows.scatter, refs_select.scatter, {"scalar": False, "add": False}, shard="rows"),
     ]
 
 
 def _structural() -> list[Op]:
     return [
-        Op("reshape", infer.reshape, refs.reshape, {"shape": True}, view=True),
-        Op("transpose", infer.transpose, refs.transpose, {"perm": True}),
-        Op("slice", infer.slice_, refs.slice_, {"axis": True, "start": True, "stop": True}, view=True),
-        Op("concat", infer.concat, refs.concat, {"axis": True}),
-        Op("expand", infer.expand, refs.expand, {"shape": True, "rows": False}),
+        Op("reshape", infer.reshape, refs.reshape, {"shape": True}, shard="reshape", view=True),
+        Op("transpose", infer.transpose, refs.transpose, {"perm": True}, shard="transpose"),
+        Op("slice", infer.slice_, refs.slice_, _SLICE, shard="slice", view=True),
+        Op("concat", infer.concat, refs.concat, {"axis": True}, shard="concat"),
+        Op("expand", infer.expand, refs.expand, {"shape": True, "rows": False}, shard="expand"),
         Op("copy", infer.same, refs.copy, {}),
-        Op("take_rows", infer.take_rows, refs.take_rows, {}),
+        Op("take_rows", infer.take_rows, refs.take_rows, {}, shard="take_rows"),
     ]
 
 
@@ -95,19 +101,25 @@ def _model() -> list[Op]:
     return [
         Op("embedding", infer.embedding, refs.embedding, {"store": False}, shard="vocab"),
         Op("linear", infer.linear, refs.linear, {"bias": False, "store": False}, shard="linear"),
-        Op("quantize_rows", operands.rows_types, refs_quant.quantize_rows, {"dtype": True}),
-        Op("qlinear", infer.qlinear, refs_quant.qlinear, {"scheme": True, "bias": False}, shard="linear"),
-        Op("qembedding", infer.qembedding, refs_quant.qembedding, {"scheme": True}, shard="vocab"),
-        Op("rms_norm", infer.same, refs.rms_norm, _NORM, shard="replicate", inplace=0),
-        Op("layer_norm", infer.same, refs.layer_norm, {**_NORM, "bias": False}, shard="replicate", inplace=0),
-        Op("add_rms_norm", infer.add_norm, refs.add_rms_norm, _NORM, shard="replicate"),
-        Op("add_layer_norm", infer.add_norm, refs.add_layer_norm, {**_NORM, "bias": False}, shard="replicate"),
+        Op("quantize_rows", operands.rows_types, refs_quant.quantize_rows, {"dtype": True}, shard="replicate"),
+        Op("qlinear", infer.qlinear, refs_quant.qlinear, {"scheme": True, "bias": False}, shard="replicate"),
+        Op("qembedding", infer.qembedding, refs_quant.qembedding, {"scheme": True}, shard="replicate"),
+        Op("rms_norm", infer.same, refs.rms_norm, _NORM, shard="rows", inplace=0),
+        Op("layer_norm", infer.same, refs.layer_norm, {**_NORM, "bias": False}, shard="rows", inplace=0),
+        Op("add_rms_norm", infer.add_norm, refs.add_rms_norm, _NORM, shard="rows"),
+        Op("add_layer_norm", infer.add_norm, refs.add_layer_norm, {**_NORM, "bias": False}, shard="rows"),
         Op("act_mul", infer.act_mul, refs.act_mul, {"act": True}),
-        Op("rotary", infer.rotary, refs.rotary, {"interleaved": True}, shard="heads"),
+        Op("rotary", infer.rotary, refs.rotary, {"interleaved": True}, shard="rows"),
         Op("attention", infer.attention, refs_attention.attention, {**_MASK, **_HEADS}, shard="heads"),
-        Op("kv_append", infer.kv_append, refs_attention.kv_append, _KV, shard="heads", effect=True),
-        Op("paged_attention", infer.paged, refs_attention.paged_attention, {**_MASK, **_KV, **_HEADS}, shard="heads"),
-        Op("matmul", infer_rows.matmul, refs_experts.matmul, {}, shard="heads"),
+        Op("kv_append", infer.kv_append, refs_attention.kv_append, _KV, shard="replicate", effect=True),
+        Op(
+            "paged_attention",
+            infer.paged,
+            refs_attention.paged_attention,
+            {**_MASK, **_KV, **_HEADS},
+            shard="replicate",
+        ),
+        Op("matmul", infer_rows.matmul, refs_experts.matmul, {}, shard="replicate"),
     ]
 
 
@@ -115,10 +127,19 @@ def _experts() -> list[Op]:
     q, x = {"scheme": True, "bias": False}, {"store": False, "bias": False}
     return [
         Op("expert_linear", infer_rows.expert_linear, refs_experts.expert_linear, x, shard="experts"),
-        Op("qexpert_linear", infer_rows.qexpert_linear, refs_quant.qexpert_linear, q, shard="experts"),
-        Op("weighted_sum", infer_rows.weighted_sum, refs_experts.weighted_sum, {}, shard="experts"),
+        Op("qexpert_linear", infer_rows.qexpert_linear, refs_quant.qexpert_linear, q, shard="replicate"),
+        Op("weighted_sum", infer_rows.weighted_sum, refs_experts.weighted_sum, {}, shard="weighted_sum"),
     ]
 
 
-_TABLES = (_pointwise, _reductions, _rows, _structural, _model, _experts)
+def _collectives() -> list[Op]:
+    reduce, gather = {"ranks": True}, {"ranks": True, "starts": True, "size": True}
+    types, refs_ = (collectives.reduce_type, collectives.gather_type), (collectives.all_reduce, collectives.all_gather)
+    return [
+        Op("all_reduce", types[0], refs_[0], reduce, shard="replicate", inplace=0, collective=True),
+        Op("all_gather", types[1], refs_[1], gather, shard="replicate", collective=True),
+    ]
+
+
+_TABLES = (_pointwise, _reductions, _rows, _structural, _model, _experts, _collectives)
 OPS: Mapping[str, Op] = {op.name: op for table in _TABLES for op in table()}

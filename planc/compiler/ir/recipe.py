@@ -11,7 +11,7 @@ from planc.compiler.ir.quant import scheme
 from planc.compiler.ir.types import DTYPES, PACKED, Attr, TensorType, dtype_name
 
 # Steps that only move elements: they commute with a cast.
-MOVES = frozenset({"concat", "slice", "reshape", "transpose"})
+MOVES = frozenset({"concat", "slice", "reshape", "transpose", "shard"})
 Reader = Callable[[str], np.ndarray]
 RowReader = Callable[[str, int, int], np.ndarray]
 
@@ -21,8 +21,8 @@ class Recipe:
     """One step of a recipe: leaves are `load` (a checkpoint tensor) and `const` (a computed one, by digest).
 
     Inner steps are `quantize` (attrs scheme, part; after the weight maybe bounds that clip it), `pack` (attr layout),
-    or any op of the op table without effects, evaluated by its reference, so that `1 + w` of a norm folds with no code
-    of its own.
+    `shard` (a rank's part of an axis, see shards.py), or any op of the op table without effects, evaluated by its
+    reference, so that `1 + w` of a norm folds with no code of its own.
     """
 
     op: str
@@ -119,6 +119,10 @@ def _infer(recipe: Recipe) -> TensorType:
         return TensorType(types[0].dtype, types[0].shape, layout)
     if recipe.op == "quantize":
         return scheme(str(attrs["scheme"])).part_type(types[0], str(attrs["part"]))
+    if recipe.op == "shard":
+        from planc.compiler.ir.shards import part_type
+
+        return part_type(attrs, types[0])
     return OPS[recipe.op].infer(attrs, types)[0]
 
 
@@ -138,6 +142,8 @@ def evaluate(
         return _checked(read(str(attrs["name"])), str(attrs["name"]), attrs)
     if recipe.op == "const":
         return _checked(constants[str(attrs["digest"])], f"constant {attrs['digest']}", attrs)
+    if recipe.op == "shard":
+        raise ValueError("a part that differs by rank has no bytes of its own; ask for that of a rank (shards.of_rank)")
     if recipe.op == "concat":
         whole = infer(recipe)
         out = np.empty(_concrete(whole), DTYPES[whole.dtype])

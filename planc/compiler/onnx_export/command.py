@@ -52,6 +52,11 @@ def export(request: ExportRequest, progress: Progress) -> Exported:
     _check_place(request, out, data)
     if not plan.has_weights:
         raise PlancError(f"{request.plan} was built with --weights none; build it with --weights pack, then export it.")
+    if plan.limits.ranks > 1:
+        raise PlancError(
+            f"{request.plan} is split over {plan.limits.ranks} ranks, and an ONNX file holds a whole model; build it "
+            "with --tp 1, then export it."
+        )
     check_paths(request.plan, plan)
     graph = _graph(request.plan, plan)
     weights = Weights(request.plan, plan, graph)

@@ -1,4 +1,4 @@
-"""Op -> its ONNX form. Every op of a final graph has one; a test holds this table against the op table."""
+"""Op -> its ONNX form. Every op of a final graph of one rank has one; a test holds this table against the op table."""
 
 from collections.abc import Callable, Mapping, Sequence
 

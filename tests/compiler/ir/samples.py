@@ -103,6 +103,10 @@ def samples() -> Iterator[Sample]:
     yield from _attention()
     yield from _products()
     yield from _experts()
+    yield Sample("all_reduce", (x, y, normal(5, 3, 8)), {"ranks": 3}, tokens=(True, True, True))
+    shared = normal(5, 8)
+    parts = (shared[:, :3], shared[:, 3:6], shared[:, 5:])
+    yield Sample("all_gather", parts, {"ranks": 3, "starts": (0, 3, 5), "size": 8}, tokens=(True, True, True))
 
 
 def _pointwise() -> Iterator[Sample]:

@@ -4,12 +4,13 @@
 #include <vector>
 
 #include "planc/abi.h"
+#include "planc/collective.h"
 #include "planc/pool.h"
 
 namespace planc {
 
-// Where a buffer lies: an offset in bytes from the arena, the cache, an array of the batch or a weight.
-enum Base : int32_t { ARENA, KV, IDS, POSITIONS, SLOTS, PAGE_TABLE, QUERY_START, LOGIT_ROWS, FIRST_WEIGHT };
+// Where a buffer lies: an offset in bytes from the arena, the cache, an array of the batch or a weight; or the ranks.
+enum Base : int32_t { ARENA, KV, IDS, POSITIONS, SLOTS, PAGE_TABLE, QUERY_START, LOGIT_ROWS, GROUP, FIRST_WEIGHT };
 
 struct Ref {
     int32_t base;
@@ -18,6 +19,7 @@ struct Ref {
 constexpr Ref arena(int64_t offset) { return {ARENA, offset}; }
 constexpr Ref weight(int32_t index) { return {FIRST_WEIGHT + index, 0}; }
 constexpr Ref input(Base base) { return {base, 0}; }
+constexpr Ref group() { return {GROUP, 0}; }
 
 // Length of a launch's token axis: that of a symbol, or a constant (>= 0).
 constexpr int32_t TOKENS = -1, ROWS = -2, SEQS = -3;
@@ -44,6 +46,7 @@ class Program {
         : begin_(begin), end_(end), bases_(size_t(FIRST_WEIGHT + num_weights)), pool_(threads) {
         bases_[ARENA] = static_cast<char*>(arena);
         bases_[KV] = static_cast<char*>(kv);
+        bases_[GROUP] = reinterpret_cast<char*>(&group_);
         for (int i = 0; i < num_weights; ++i) {
             bases_[size_t(FIRST_WEIGHT + i)] = static_cast<char*>(const_cast<void*>(weights[i]));
         }
@@ -55,6 +58,8 @@ class Program {
         sizes_ = {batch.num_tokens, batch.num_seqs, batch.num_rows, batch.table_stride};
         pool_.run([](void* self, int thread) noexcept { static_cast<Program*>(self)->run(thread); }, this);
     }
+
+    Group& group() noexcept { return group_; }
 
    private:
     void run(int thread) noexcept {
@@ -78,6 +83,7 @@ class Program {
     const Launches begin_, end_;
     std::vector<char*> bases_;
     planc_sizes sizes_ = {};
+    Group group_;
     Pool pool_;
 };
 
