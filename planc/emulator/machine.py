@@ -289,7 +289,8 @@ class Machine(WarpOps):
         if low < 0 or high + size > self.shared_bytes:
             lane = int(np.flatnonzero((address < 0) | (address + size > self.shared_bytes))[0])
             lane = lane if at is None else int(at[lane])
-            raise Fault(f"byte {high if low >= 0 else low} of {self.shared_bytes} bytes of shared memory", lane)
+            at_byte = high if low >= 0 else low
+            raise Fault(f"{size} bytes at byte {at_byte} of shared memory, which has {self.shared_bytes}", lane)
         if size > 1 and int(np.bitwise_or.reduce(address)) & (size - 1):
             raise Fault(f"{size} bytes at a byte of shared memory that is no multiple of {size}", 0)
         lanes = self.shared_base if at is None else self.shared_base[at]
