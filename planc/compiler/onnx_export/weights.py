@@ -12,7 +12,7 @@ import numpy as np
 
 from planc.compiler.ir.graph import Graph
 from planc.compiler.ir.packing import BLOCK, unpack
-from planc.compiler.ir.types import DTYPES, PACKED, TensorType
+from planc.compiler.ir.types import DTYPES, PACKED, PAIRS, TensorType
 from planc.errors import PlancError
 from planc.plans.schema import Plan
 from planc.plans.tensors import read_header
@@ -61,7 +61,8 @@ def _unpacked(f: BinaryIO, t: TensorType) -> Iterator[np.ndarray]:
     block = TensorType(t.dtype, (BLOCK, k), t.layout).nbytes()
     for _ in range(prod(stack)):
         for rows in _split(n, BLOCK * max(1, _PIECE // block)):
-            stored = _read(f, t.dtype, -(-rows // BLOCK) * block // t.itemsize)
+            padded = rows if t.layout == PAIRS else -(-rows // BLOCK) * BLOCK
+            stored = _read(f, t.dtype, padded * (block // BLOCK) // t.itemsize)
             yield unpack(stored, (rows, k), t.layout)
 
 
