@@ -45,14 +45,17 @@ def _files(root: Path, plan: Plan) -> list[Finding]:
 def _weights(root: Path, plan: Plan) -> Finding:
     if not plan.has_weights:
         return Finding("weights", False, "built with --weights none; build with --weights pack to serve it")
-    try:
-        have = {name for f in plan.weight_files for name in read_header(root / f)}
-    except PlancError as e:
-        return Finding("weights", False, str(e))
-    missing = [w for w in plan.program.weights if w not in have]
-    if missing:
-        return Finding("weights", False, f"{len(missing)} weights are in no file, first {missing[0]}; build again")
-    return Finding("weights", True, f"{len(have)} tensors")
+    for rank in range(plan.limits.ranks):
+        try:
+            have = {name for f in plan.weight_files_of(rank) for name in read_header(root / f)}
+        except PlancError as e:
+            return Finding("weights", False, str(e))
+        missing = [w for w in plan.program.weights if w not in have]
+        if missing:
+            of = f" of rank {rank}" if plan.limits.ranks > 1 else ""
+            told = f"{len(missing)} weights{of} are in no file, first {missing[0]}; build again"
+            return Finding("weights", False, told)
+    return Finding("weights", True, f"{len(have)} tensors" + (" of each rank" if plan.limits.ranks > 1 else ""))
 
 
 def _target(plan: Plan) -> Finding:
@@ -66,6 +69,8 @@ def _target(plan: Plan) -> Finding:
 
 def _memory(plan: Plan) -> Finding:
     m, free = plan.memory, available_bytes()
-    need = m.weights + m.constants + m.arena + m.kv_token * plan.limits.max_model_len
-    detail = f"{need / 2**20:.0f} MiB for weights, arena and one full sequence; {free / 2**20:.0f} MiB available"
+    ranks = plan.limits.ranks
+    need = m.constants + ranks * (m.weights + m.arena + m.kv_token * plan.limits.max_model_len)
+    of = f" of {ranks} ranks" if ranks > 1 else ""
+    detail = f"{need / 2**20:.0f} MiB for weights, arena and one full sequence{of}; {free / 2**20:.0f} MiB available"
     return Finding("memory", need <= free, detail if need <= free else f"{detail}; lower --max-model-len or --dtype")

@@ -21,7 +21,7 @@ def summary(plan: Plan) -> dict[str, Rows]:
     return {
         "Model": _model(plan),
         "Limits": [(k, f"{v:,}") for k, v in vars(plan.limits).items()],
-        "Memory": _memory(plan),
+        "Memory" + _of_each(plan): _memory(plan),
         "Kernels": [(k.name, f"x{k.count}") for k in plan.kernels],
         **({"Estimates": _estimates(plan.estimates)} if plan.estimates else {}),
         **({"Calibration": _calibration(plan.calibration)} if plan.calibration else {}),
@@ -43,7 +43,12 @@ def outcome(plan: Plan) -> Rows:
     m = plan.memory
     sizes = f"weights {mib(m.weights + m.constants)}, arena {mib(m.arena)}, {m.kv_token:,} B a KV token"
     steps = [row for row in _estimates(plan.estimates) if not row[0].startswith(" ")]
-    return [("memory", sizes), *steps, *accuracy_rows(plan.accuracy)]
+    return [("memory" + _of_each(plan), sizes), *steps, *accuracy_rows(plan.accuracy)]
+
+
+def _of_each(plan: Plan) -> str:
+    """What memory is counted by, where that is not the whole."""
+    return f" of each of {plan.limits.ranks} ranks" if plan.limits.ranks > 1 else ""
 
 
 def _model(plan: Plan) -> Rows:
@@ -55,9 +60,18 @@ def _model(plan: Plan) -> Rows:
         ("target", plan.target),
         ("dtype", f"{plan.options.dtype} weights, {_cache(plan)} KV cache in blocks of {plan.kv.block_size}"),
         *[(f"fixed at {plan.limits.max_model_len:,} tokens", path) for path in m.fixed_regimes],
+        *_ranks(plan),
         ("weights", "packed" if plan.has_weights else "none (built with --weights none)"),
         ("made with", ", ".join(f"{k} {v}" for k, v in plan.made_with.items())),
     ]
+
+
+def _ranks(plan: Plan) -> Rows:
+    """How the model is split, and what is not."""
+    if plan.limits.ranks == 1:
+        return []
+    whole = f", {len(plan.replicated)} products whole on each, first {plan.replicated[0]}" if plan.replicated else ""
+    return [("ranks", f"{plan.limits.ranks}, each with a part of every layer{whole}")]
 
 
 def _cache(plan: Plan) -> str:
