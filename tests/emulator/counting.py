@@ -64,7 +64,7 @@ def launch_plan(sm: int, binaries: tuple[Binary, ...]) -> LaunchPlan:
     io = [Buffer(name, "io", 1024 * n, 4 * count) for n, (name, count) in enumerate(counts.items())]
     key, logits = Buffer("key", "act", 0, 4 * MAX_SEQS), Buffer("logits", "act", 256, 4 * MAX_SEQS * VOCAB)
     shift = Buffer("shift", "weights", 256, 4)
-    arenas = {"weights": 512, "kv": 0, "act": 256 + logits.nbytes, "io": 1024 * len(io)}
+    arenas = {"weights": 512, "kv": 0, "act": 256 + -(-logits.nbytes // 256) * 256, "io": 1024 * len(io)}
     graphs = (step(1, 1), step(MAX_SEQS, MAX_SEQS), step(MAX_TOKENS, MAX_SEQS))
     buffers = (*io, key, logits, shift, Buffer(KV, KV, 0, 0))
     return LaunchPlan(sm, binaries, buffers, arenas, graphs, "logits", PAGES)
