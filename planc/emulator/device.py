@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from planc.codegen.cuda import cubin
+from planc.codegen.cuda.cubin import Cubin, Resources
+from planc.codegen.cuda.cubin import read as read_cubin
 from planc.emulator import ptx
 from planc.emulator.compile import Program
 from planc.emulator.machine import Grid, KernelFault, run
@@ -53,7 +54,7 @@ class Device:
 class Module:
     """A loaded cubin, with the PTX that it was made of."""
 
-    image: cubin.Cubin
+    image: Cubin
     kernels: Mapping[str, ptx.Kernel]
 
 
@@ -62,7 +63,7 @@ class Function:
     """A kernel of a module."""
 
     name: str
-    resources: cubin.Resources
+    resources: Resources
     kernel: ptx.Kernel
     shared_limit: int = PLAIN_SHARED
 
@@ -152,7 +153,7 @@ class State:
         if text is None:
             raise Failure(INVALID_IMAGE, f"there is no PTX beside a cubin of {len(data)} bytes")
         try:
-            image = cubin.read(data)
+            image = read_cubin(data)
         except PlancError as e:
             raise Failure(INVALID_IMAGE, str(e)) from None
         have, sm = self.device.sm, image.sm
@@ -276,7 +277,7 @@ def _program(kernel: ptx.Kernel) -> Program:
     return _PROGRAMS[id(kernel)][1]
 
 
-def _agree(name: str, image: cubin.Cubin, kernel: ptx.Kernel) -> None:
+def _agree(name: str, image: Cubin, kernel: ptx.Kernel) -> None:
     """Refuses PTX that is not what a cubin was made of."""
     target = "".join(c for c in kernel.target if c.isdigit())
     resources = image.kernels.get(name)
