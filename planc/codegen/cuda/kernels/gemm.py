@@ -30,7 +30,8 @@ def _rows(slots_ptr, rows, tile, EXPERTS: tl.constexpr, BM: tl.constexpr):
     if EXPERTS > 0:
         slot = tl.load(slots_ptr + at)
         return tl.maximum(slot, 0), slot >= 0
-    return at, at < rows
+    else:
+        return at, at < rows
 
 
 @triton.jit
@@ -39,7 +40,8 @@ def _channels(tile, n, BN: tl.constexpr, EVEN_N: tl.constexpr):
     at = tile * BN + tl.arange(0, BN)
     if EVEN_N:
         return at, at
-    return at, tl.where(at < n, at, 0)
+    else:
+        return at, tl.where(at < n, at, 0)
 
 
 @triton.jit
@@ -47,7 +49,8 @@ def _add_bias(acc, bias_ptr, at, channel, SWAPPED: tl.constexpr):
     bias = tl.load(bias_ptr + at + channel).to(tl.float32)
     if SWAPPED:
         return acc + bias[:, None]
-    return acc + bias[None, :]
+    else:
+        return acc + bias[None, :]
 
 
 @triton.jit
