@@ -6,6 +6,7 @@ goes on alone; where lanes of one block part, those at the lowest instruction go
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,21 +40,29 @@ class Grid:
     shared: int
 
 
-def run(program: Program, grid: Grid, params: bytes, memory: Memory, spans: Spans | None = None) -> None:
-    """Runs all blocks. KernelFault on a wrong access; `spans` is what it may touch, else all that is allocated."""
+def run(
+    program: Program,
+    grid: Grid,
+    params: bytes,
+    memory: Memory,
+    spans: Spans | None = None,
+    blocks: Array | None = None,
+) -> None:
+    """Runs all thread blocks, or those of these numbers (x fastest). KernelFault on a wrong access.
+
+    `spans` is what the kernel may touch, by default all that is allocated.
+    """
     kernel = program.kernel
     if grid.threads % 32 or (kernel.threads and grid.threads != kernel.threads):
         raise KernelFault(f"kernel {kernel.name} runs with {grid.threads} threads a block, expected {kernel.threads}")
     if len(params) != kernel.param_bytes:
         raise KernelFault(f"kernel {kernel.name} gets {len(params)} bytes of parameters, expected {kernel.param_bytes}")
-    total = grid.blocks[0] * grid.blocks[1] * grid.blocks[2]
+    chosen = np.arange(math.prod(grid.blocks)) if blocks is None else blocks
     shared = kernel.static_shared + grid.shared
     step = max(1, min(_MAX_LANES // grid.threads, _MAX_SHARED // max(shared, 1)))
     with np.errstate(all="ignore"):
-        for start in range(0, total, step):
-            blocks = np.arange(start, min(start + step, total))
-            machine = Machine(program, grid, params, memory, spans or memory.spans, blocks)
-            machine.run()
+        for start in range(0, len(chosen), step):
+            Machine(program, grid, params, memory, spans or memory.spans, chosen[start : start + step]).run()
 
 
 class Machine(WarpOps):

@@ -118,8 +118,9 @@ def _spans(arenas: Arenas, launch: launches.Launch) -> Spans:
     return Spans([(*arenas.span(name), f"buffer {name}") for name in sorted(names)])
 
 
-@lru_cache(maxsize=64)
-def _program(text: str) -> Program:
+@lru_cache(maxsize=256)
+def program(text: str) -> Program:
+    """The only kernel of a PTX text, ready to run; made once for each text."""
     (kernel,) = ptx.parse(text).values()
     return Program(kernel)
 
@@ -135,13 +136,13 @@ def run_kernel(
 
     An array is passed by address, in memory of its own; a number or bytes by value. Missing last parameters are zeros.
     """
-    program = _program(text)
+    found = program(text)
     memory = Memory(_MEMORY)
-    buffer = bytearray(program.kernel.param_bytes)
+    buffer = bytearray(found.kernel.param_bytes)
     held: Mapping[int, tuple[int, NDArray[Any]]] = {
         n: (memory.put(a), a) for n, a in enumerate(args) if isinstance(a, np.ndarray)
     }
-    for n, (param, arg) in enumerate(zip(program.kernel.params, args, strict=False)):
+    for n, (param, arg) in enumerate(zip(found.kernel.params, args, strict=False)):
         if isinstance(arg, np.ndarray):
             data = struct.pack("<Q", held[n][0])
         elif isinstance(arg, bytes):
@@ -153,6 +154,6 @@ def run_kernel(
         if len(data) != param.size:
             raise ValueError(f"argument {n} has {len(data)} bytes, the kernel takes {param.size}")
         buffer[param.offset : param.offset + param.size] = data
-    run(program, Grid(grid, threads or program.kernel.threads or 0, shared), bytes(buffer), memory)
+    run(found, Grid(grid, threads or found.kernel.threads or 0, shared), bytes(buffer), memory)
     for address, array in held.values():
         array[...] = memory.get(address, array.shape, array.dtype)
