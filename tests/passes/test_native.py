@@ -7,6 +7,8 @@ import pytest
 
 from planc.compiler.ir.quant import SCHEMES
 from planc.compiler.ir.recipe import Recipe, evaluate, infer, load, step
+from planc.compiler.ir.shards import of_rank, shard
+from planc.errors import PlancError
 from planc.passes.native import native_part
 
 RNG = np.random.default_rng(0)
@@ -79,3 +81,26 @@ def test_a_tensor_of_another_scheme_has_no_parts() -> None:
     assert native_part(a, "q", SCHEMES["awq-g32"], native) is None
     assert native_part(step("concat", a, b, axis=0), "q", row, {"a": "awq-g64"}) is None
     assert native_part(replace(a), "q", row, {}) is None
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8-block", "awq-g64"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_ranks_have_the_codes_of_their_parts(name: str, axis: int) -> None:
+    tensors, native, (a, _) = held(name)
+    row, half = SCHEMES[name], (N, K)[axis] // 2
+    recipe = shard(step("cast", a, dtype="bf16"), axis, (((0, half),), ((half, 2 * half),)))
+    for rank in range(2):
+        found = [native_part(recipe, p, row, native) for p in row.parts]
+        parts = [evaluate(of_rank(r, rank), tensors.__getitem__, {}) for r in found if r is not None]
+        mine = np.split(tensors["a"], 2, axis)[rank]
+        np.testing.assert_array_equal(row.dequantize(*parts), mine)
+
+
+def test_ranks_that_take_groups_apart_are_refused() -> None:
+    """Codes that a checkpoint holds are never rounded again, and two of its groups do not make four ranks' parts."""
+    _, native, (a, _) = held("fp8-block")
+    quarters = tuple((((r * K // 4), (r + 1) * K // 4),) for r in range(4))
+    says = "a is held as fp8-block, in groups of 128 of its 256 inputs, which 4 ranks .*; --tp 2 keeps"
+    with pytest.raises(PlancError, match=says):
+        native_part(shard(a, 1, quarters), "s", SCHEMES["fp8-block"], native)
+    assert native_part(shard(a, 1, quarters), "q", SCHEMES["fp8"], native) is None
