@@ -59,9 +59,7 @@ CASES = {
 _NIGHTLY = ("llama", "gemma2", "phi3", "gpt_neox", "gpt_oss", "deepseek_v3", "olmo2", "bloom")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in _NIGHTLY else []) for n in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in _NIGHTLY else []) for n in CASES])
 def test_all_ranks_compute_what_one_did(name: str, tmp_path: Path) -> None:
     tp, whole, collectives = CASES[name]
     arch = name.partition("-")[0]
