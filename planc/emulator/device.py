@@ -300,7 +300,7 @@ def elf_size(header: bytes, read: Callable[[int, int], bytes]) -> int:
         raise Failure(INVALID_IMAGE, "not a cubin (PTX is not compiled on the device)")
     programs, sections = struct.unpack_from("<QQ", header, 0x20)
     program_size, programs_count, section_size, sections_count = struct.unpack_from("<HHHH", header, 0x36)
-    end = max(programs + program_size * programs_count, sections + section_size * sections_count)
+    end = max(len(header), programs + program_size * programs_count, sections + section_size * sections_count)
     for n in range(sections_count):
         row = read(sections + n * section_size, section_size)
         kind, offset, size = struct.unpack_from("<I", row, 4)[0], *struct.unpack_from("<QQ", row, 24)

@@ -1,4 +1,4 @@
-"""Kernels of plans, compiled for an SM and run in the emulator: in goes a call, out come its buffers as it left them."""
+"""Kernels of plans for an SM, run in the emulator: in goes a call, out come its buffers as it leaves them."""
 
 from __future__ import annotations
 
