@@ -20,7 +20,8 @@ class SM:
     """A compute capability (90 for 9.0). Sizes in bytes are those of cuda_occupancy.h.
 
     `shared` is the shared memory of an SM and `shared_block` what one block may opt in to; `threads` and `blocks` are
-    the most that are resident. `tensor_core` is how the SASS of a product of bf16 begins.
+    the most that are resident. `tensor_core` is how the SASS spells a product of its tensor cores, {} being H for bf16,
+    I for i8 and Q for fp8.
     """
 
     number: int
@@ -60,13 +61,13 @@ SMS: Mapping[int, SM] = MappingProxyType(
     {
         sm.number: sm
         for sm in (
-            SM(80, 164 * _KB, 163 * _KB, 2048, 32, False, False, "HMMA"),
-            SM(86, 100 * _KB, 99 * _KB, 1536, 16, False, False, "HMMA"),
-            SM(89, 100 * _KB, 99 * _KB, 1536, 24, True, False, "HMMA"),
-            SM(90, 228 * _KB, 227 * _KB, 2048, 32, True, False, "HGMMA"),
-            SM(100, 228 * _KB, 227 * _KB, 2048, 32, True, True, "UTCHMMA"),
-            SM(120, 100 * _KB, 99 * _KB, 1536, 24, True, True, "HMMA"),
-            SM(121, 100 * _KB, 99 * _KB, 1536, 24, True, True, "HMMA"),
+            SM(80, 164 * _KB, 163 * _KB, 2048, 32, False, False, "{}MMA"),
+            SM(86, 100 * _KB, 99 * _KB, 1536, 16, False, False, "{}MMA"),
+            SM(89, 100 * _KB, 99 * _KB, 1536, 24, True, False, "{}MMA"),
+            SM(90, 228 * _KB, 227 * _KB, 2048, 32, True, False, "{}GMMA"),
+            SM(100, 228 * _KB, 227 * _KB, 2048, 32, True, True, "UTC{}MMA"),
+            SM(120, 100 * _KB, 99 * _KB, 1536, 24, True, True, "{}MMA"),
+            SM(121, 100 * _KB, 99 * _KB, 1536, 24, True, True, "{}MMA"),
         )
     }
 )

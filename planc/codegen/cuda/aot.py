@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from planc.codegen.cuda import cubin
+from planc.codegen.cuda import cubin, gate
 from planc.codegen.cuda.call import TritonKernel
 from planc.codegen.cuda.toolchain import Toolchain, Worker, toolchain
+from planc.codegen.skus import SMS
 from planc.errors import PlancError
 from planc.plans.host import cache_dir, usable_cpus
 from planc.plans.launches import Binary
@@ -26,7 +27,7 @@ from planc.plans.launches import Binary
 Progress = Callable[[int, int, str], None]
 
 KERNELS = Path(__file__).parent / "kernels"
-_FORMAT = "1"  # of what the cache holds; a change makes every entry new
+_FORMAT = "2"  # of what the cache holds; a change makes every entry new
 _HIDDEN = 2  # parameters that Triton appends: pointers to its scratch and its profiler's, which no kernel of ours uses
 _PARTS = (".cubin", ".ptx", ".json")
 
@@ -42,7 +43,8 @@ def compile(
     """Compiles kernels for an SM (90: sm_90a) into `folder`, and returns what a launch needs of each, in their order.
 
     Kernels of one name are one kernel. `progress(done, total, name)` is called as each is compiled. Equal kernels give
-    equal bytes, from whatever folder. PlancError names the kernel that fails, or the extra that is not installed.
+    equal bytes, from whatever folder. PlancError names the kernel that does not compile or that fails the gate, or the
+    extra that is not installed.
     """
     tools = toolchain()
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +55,8 @@ def compile(
         for name in compiled(jobs, places):
             done += 1
             progress(done, len(places), name)
-    return tuple(_fetch(name, place, folder) for name, place in places.items())
+    unique = {k.name: k for k in kernels}
+    return tuple(_fetch(kernel, arch, places[name], folder) for name, kernel in unique.items())
 
 
 def _place(kernel: TritonKernel, arch: int, tools: Toolchain, sources: Path) -> Path:
@@ -94,7 +97,7 @@ def _pool(tools: Toolchain, size: int) -> Iterator[Callable[[dict[str, Any], dic
     def one(name: str, job: dict[str, Any], place: Path) -> str:
         worker = workers.get()
         try:
-            _compile(name, job, place, worker)
+            _compile(name, job, place, worker, tools)
         finally:
             workers.put(worker)
         return name
@@ -110,15 +113,16 @@ def _pool(tools: Toolchain, size: int) -> Iterator[Callable[[dict[str, Any], dic
             worker.close()
 
 
-def _compile(name: str, job: dict[str, Any], place: Path, worker: Worker) -> None:
+def _compile(name: str, job: dict[str, Any], place: Path, worker: Worker, tools: Toolchain) -> None:
     """Compiles to the cache. The .json comes last, hence an entry that has it is whole."""
     with _partial(place) as partial:
         try:
             answer = worker.compile(job | {"out": str(partial)})
+            binary = _binary(name, answer, len(job["signature"]), Path(f"{partial}.cubin").read_bytes())
+            counts = gate.instructions(Path(f"{partial}.cubin"), tools.disassembler)
         except PlancError as e:
             raise PlancError(f"kernel {name} does not compile for SM {job['arch']}: {e}") from e
-        binary = _binary(name, answer, len(job["signature"]), Path(f"{partial}.cubin").read_bytes())
-        Path(f"{partial}.json").write_text(json.dumps(vars(binary)))
+        Path(f"{partial}.json").write_text(json.dumps({"binary": vars(binary), "counts": counts}))
         for suffix in _PARTS:
             os.replace(f"{partial}{suffix}", place.with_suffix(suffix))
 
@@ -142,18 +146,20 @@ def _binary(name: str, answer: dict[str, Any], arguments: int, data: bytes) -> B
     """What a launch needs. PlancError when the cubin does not have the parameters that the signature says."""
     entry = answer["entry"]
     if answer["scratch"]:
-        raise PlancError(f"kernel {name} asks for {answer['scratch']} B of scratch memory, which no launch provides")
+        raise PlancError(f"it asks for {answer['scratch']} B of scratch memory, which no launch provides")
     found = cubin.read(data).kernels[entry]
     if len(found.params) != arguments + _HIDDEN:
-        raise PlancError(
-            f"kernel {name} has {len(found.params)} parameters, expected {arguments} and {_HIDDEN} of the compiler"
-        )
+        raise PlancError(f"it has {len(found.params)} parameters, expected {arguments} and {_HIDDEN} of the compiler")
     return Binary(name, entry, found.threads, answer["shared"], found.params, _HIDDEN)
 
 
-def _fetch(name: str, place: Path, folder: Path) -> Binary:
-    """Copies a binary from the cache."""
-    for suffix in (".cubin", ".ptx"):
-        shutil.copyfile(place.with_suffix(suffix), folder / f"{name}{suffix}")
-    data = json.loads(place.with_suffix(".json").read_text())
-    return Binary(**data | {"name": name, "params": tuple((o, s) for o, s in data["params"])})
+def _fetch(kernel: TritonKernel, arch: int, place: Path, folder: Path) -> Binary:
+    """Copies a binary from the cache, past the gate."""
+    found = json.loads(place.with_suffix(".json").read_text())
+    places = tuple((offset, size) for offset, size in found["binary"]["params"])
+    binary = Binary(**found["binary"] | {"params": places})
+    data = place.with_suffix(".cubin").read_bytes()
+    gate.check(kernel, binary, cubin.read(data), found["counts"], SMS[arch])
+    (folder / f"{kernel.name}.cubin").write_bytes(data)
+    shutil.copyfile(place.with_suffix(".ptx"), folder / f"{kernel.name}.ptx")
+    return binary

@@ -71,12 +71,12 @@ class _Tile:
 
 
 def _tile(cache: _Cache, arch: int) -> _Tile:
-    """64 rows are the least that sm_90 multiplies with wgmma. Products of f32 have no tensor cores, and what one thread
-    holds bounds them. Warps and keys are those that keep sums in registers, by what ptxas says.
+    """64 rows are the least that sm_90 multiplies with wgmma; products of f32 have no tensor cores. Warps and keys are
+    those that keep sums in registers, by what ptxas says.
     """
     pad = max(_padded(cache.number("k_dim")), _padded(cache.number("v_dim")))
     if cache.dtype == "f32":
-        return _Tile(32, 32 if pad <= 128 else 16, 8)
+        return _Tile(16, 16, 4 if pad <= 128 else 8)
     narrow = pad <= 64 or (pad == 128 and arch == 90 and cache.dtype == "bf16")
     return _Tile(64, 64 if pad <= 128 else 32, 4 if narrow else 8)
 
