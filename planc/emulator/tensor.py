@@ -21,6 +21,7 @@ Array = Any  # NDArray[Any], whose arithmetic mypy types too loosely here
 _LANE = np.arange(32)
 _GROUP, _MEMBER = _LANE >> 2, _LANE & 3
 _SWIZZLE_BYTES = {0: 16, 1: 128, 2: 64, 3: 32}  # the descriptor's code -> bytes of a row
+_KEPT = 48  # fragments that are kept: those of a tile's products
 SWIZZLE_BITS = {16: 0, 32: 1, 64: 3, 128: 7}  # bytes of a row -> address bits that are mixed in
 
 
@@ -60,6 +61,7 @@ class Tensor:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
+        self._kept: dict[tuple[Any, ...], tuple[tuple[Array, ...], Array]] = {}
 
     def _gather(self, registers: tuple[Array, ...], warps: int) -> Array:
         """[warps, registers, lanes] of uint32."""
@@ -74,18 +76,29 @@ class Tensor:
         packed = self._gather(registers, self.machine.lanes // 32)
         return packed.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[size]).reshape(len(packed), -1)
 
+    def _fragment(self, registers: tuple[Array, ...], kind: str, order: Array, shape: tuple[int, int]) -> Array:
+        """float32 [warps, *shape]. One fragment goes into many products, so the last ones are kept."""
+        key = (*map(id, registers), kind, shape)
+        found = self._kept.get(key)
+        if found is None:
+            values = floats.widen(np.take(self._elements(registers, kind), order, axis=1), kind).reshape(-1, *shape)
+            if len(self._kept) >= _KEPT:
+                self._kept.pop(next(iter(self._kept)))
+            found = self._kept[key] = registers, values  # the registers stay alive, so that no other gets their id
+        return found[1]
+
     def _left(self, registers: tuple[Array, ...], kind: str, k: int) -> Array:
-        order = _left_order(k, 4 // floats.SIZE[kind], len(registers))
-        return floats.widen(np.take(self._elements(registers, kind), order, axis=1), kind).reshape(-1, 16, k)
+        return self._fragment(registers, kind, _left_order(k, 4 // floats.SIZE[kind], len(registers)), (16, k))
 
     def mma(
         self, a: tuple[Array, ...], b: tuple[Array, ...], c: tuple[Array, ...], k: int, left: str, right: str, kind: Any
     ) -> list[Array]:
         """mma.sync of m16n8: the registers of A·B + C."""
-        order = _right_order(k, 4 // floats.SIZE[right], len(b))
-        second = floats.widen(np.take(self._elements(b, right), order, axis=1), right).reshape(-1, k, 8)
+        second = self._fragment(b, right, _right_order(k, 4 // floats.SIZE[right], len(b)), (k, 8))
         product = np.matmul(self._left(a, left, k), second).reshape(-1, 128)
-        return [(product[:, o].reshape(-1).astype(kind) + old) for o, old in zip(_out_order(8), c, strict=True)]
+        if kind != product.dtype:
+            product = product.astype(kind)
+        return [np.take(product, o, axis=1).reshape(-1) + old for o, old in zip(_out_order(8), c, strict=True)]
 
     def wgmma(
         self,
@@ -110,11 +123,11 @@ class Tensor:
         product = (
             sign * np.matmul(first, second.swapaxes(1, 2)) if sign != 1 else np.matmul(first, second.swapaxes(1, 2))
         )
-        rows = product.reshape(-1, 16 * n)
+        rows = product.reshape(-1, 16 * n).astype(kind, copy=False)
         every = keep.size == 1 and bool(keep[0])
         out = []
         for order, before in zip(_out_order(n), old, strict=True):
-            value = rows[:, order].reshape(-1).astype(kind)
+            value = np.take(rows, order, axis=1).reshape(-1)
             out.append(value + before if every else np.where(keep, value + before, value))
         return out
 
