@@ -58,7 +58,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["planc", "planc.*"]),
-    package_data={"planc": ["py.typed", "**/*.h", "**/*.jinja", "**/*.txt", "**/*.json"]},
+    package_data={"planc": ["py.typed", "**/*.h", "**/*.c", "**/*.jinja", "**/*.txt", "**/*.json"]},
     install_requires=RUNTIME,
     extras_require={"build": BUILD, "build-cuda": BUILD_CUDA, "cuda": CUDA, "demo": DEMO, "test": TEST},
     entry_points={"console_scripts": ["planc=planc.cli:main"]},
