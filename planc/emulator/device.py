@@ -18,7 +18,7 @@ from planc.codegen.cuda.cubin import Cubin, Resources
 from planc.codegen.cuda.cubin import read as read_cubin
 from planc.emulator import ptx
 from planc.emulator.compile import Program
-from planc.emulator.machine import Grid, KernelFault, run
+from planc.emulator.machine import Grid, run
 from planc.emulator.memory import Memory, OutOfMemory, Spans
 from planc.emulator.order import Touched, random_order
 from planc.errors import PlancError
@@ -306,6 +306,3 @@ def elf_size(header: bytes, read: Callable[[int, int], bytes]) -> int:
         kind, offset, size = struct.unpack_from("<I", row, 4)[0], *struct.unpack_from("<QQ", row, 24)
         end = max(end, offset + (0 if kind == 8 else size))
     return int(end)
-
-
-__all__ = ["Device", "Failure", "KernelFault", "State"]

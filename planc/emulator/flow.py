@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planc.emulator.ptx import Imm, Instruction, Kernel, Mem, Operand, Pair, Reg, Vec
+from planc.emulator.ptx import Instruction, Kernel, Mem, Operand, Pair, Reg, Vec
 
 # Instructions whose first operand is no result.
 _NO_RESULT = {"st", "red", "bar", "barrier", "bra", "ret", "exit", "cp", "membar", "fence", "stmatrix", "tensormap"}
@@ -114,8 +114,3 @@ def _all(operands: tuple[Operand, ...]) -> int:
     for operand in operands:
         bits |= _bits(operand)
     return bits
-
-
-def is_true(operand: Operand) -> bool:
-    """A literal that is not zero."""
-    return isinstance(operand, Imm) and operand.bits != 0

@@ -30,7 +30,7 @@ from planc.plans import launches
 from planc.plans.launches import LaunchPlan
 from planc.plans.schema import Plan
 from planc.runtime.batch import Batch
-from planc.runtime.cuda import Arenas, CudaExecutor
+from planc.runtime.cuda import Arenas, CudaExecutor, allocate, opened
 
 _MEMORY = 80 << 30  # of a device whose own size does not matter; only what is used takes host memory
 EMULATED = (80, 86, 89, 90, 120, 121)  # compute capabilities whose PTX the emulator runs
@@ -82,6 +82,18 @@ def emulated(
             yield Emulated(executor, state)
         finally:
             executor.close()
+
+
+def allocated(root: Path, plan: Plan, num_blocks: int, device: Device | None = None) -> int:
+    """Device memory in bytes that an executor of a plan takes, by the driver's account; weights need not be there.
+
+    PlancError when the device, by default one of 80 GiB, is too small.
+    """
+    held = launches.load(root)
+    state = State(device or device_of(held.sm), {}, 0)
+    with driver.active(state), opened(held, plan.target) as gpu:
+        allocate(gpu, held, num_blocks * plan.kv.page_bytes)
+        return state.memory.used
 
 
 def run_emulated(

@@ -22,7 +22,7 @@ from planc.plans.launches import INPUTS, KV, Binary, Launch, LaunchPlan, StepGra
 from planc.plans.schema import Plan
 from planc.runtime.batch import Batch
 from planc.runtime.cpu import check_file, check_paths
-from planc.runtime.cuda_driver import Driver, DriverError, Gpu
+from planc.runtime.cuda_driver import Driver, Gpu
 from planc.runtime.weights import MappedWeights, addresses
 
 _PLAIN_SHARED = 48 << 10  # bytes of shared memory that a kernel gets without asking
@@ -48,19 +48,28 @@ def kv_memory(root: Path, plan: Plan, utilization: float) -> int:
     PlancError when there is no GPU, or the plan is for another one.
     """
     held = launches.load(root)
-    with _opened(held, plan.target) as gpu:
+    with opened(held, plan.target) as gpu:
         free, total = gpu.memory()
     taken = sum(arena_bytes(held, 0).values())
     return int(total * utilization) - (total - free) - taken
 
 
 @contextmanager
-def _opened(held: LaunchPlan, target: str) -> Iterator[Gpu]:
+def opened(held: LaunchPlan, target: str) -> Iterator[Gpu]:
+    """The GPU that a plan is for, given back in the end."""
     gpu = Gpu(Driver(), held.sm, target)
     try:
         yield gpu
     finally:
         gpu.close()
+
+
+def allocate(gpu: Gpu, plan: LaunchPlan, kv_bytes: int) -> Arenas:
+    """The arenas of a plan on a GPU. PlancError says which one does not fit, what is free, and what to change."""
+    arenas = Arenas(plan, sizes=arena_bytes(plan, kv_bytes))
+    for name, nbytes in arenas.sizes.items():
+        arenas.start[name] = gpu.allocate(max(nbytes, 1), _WHAT[name], _FLAGS[name])
+    return arenas
 
 
 @dataclass
@@ -111,9 +120,7 @@ class CudaExecutor:
 
     def _load(self, kv_bytes: int) -> None:
         gpu = self._opened()
-        self.arenas = Arenas(self.plan, sizes=arena_bytes(self.plan, kv_bytes))
-        for name, nbytes in self.arenas.sizes.items():
-            self.arenas.start[name] = gpu.allocate(max(nbytes, 1), _WHAT[name], _FLAGS[name])
+        self.arenas = allocate(gpu, self.plan, kv_bytes)
         self._functions = {b.name: self._function(b) for b in self.plan.binaries}
         self._graphs = [self._graph(g) for g in sorted(self.plan.graphs, key=lambda g: (g.tokens, g.seqs, g.rows))]
         self._inputs = {name: self._staged(name) for name in INPUTS}
@@ -274,6 +281,3 @@ def _check(root: Path, plan: Plan) -> None:
     if not plan.has_weights:
         raise PlancError(f"{root} was built with --weights none; build it with --weights pack to run it.")
     check_file(root, plan, launches.LAUNCHES)
-
-
-__all__ = ["Arenas", "CudaExecutor", "DriverError", "arena_bytes", "kv_memory"]

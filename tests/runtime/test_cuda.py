@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from planc.emulator.run import device_of, emulated, run_emulated
+from planc.emulator.run import allocated, device_of, emulated, run_emulated
 from planc.errors import PlancError
 from planc.plans import launches, schema, store
 from planc.plans.launches import Arg, LaunchPlan
@@ -246,6 +246,15 @@ def test_a_gpu_that_is_not_emulated() -> None:
 def test_too_little_memory(plan, memory: int, says: str) -> None:
     with pytest.raises(PlancError, match=says):
         run_emulated(*plan, [], BLOCKS, device=device_of(90, memory))
+
+
+def test_memory_is_counted_without_weights(plan, tmp_path) -> None:
+    root, sealed = changed(plan, tmp_path, lambda p: replace(p, arenas=p.arenas | {"weights": 60 << 30}))
+    (root / "weights/rank0.safetensors").unlink()
+    sizes = arena_bytes(launches.load(root), 1000 * sealed.kv.page_bytes)
+    assert allocated(root, sealed, 1000) == sum(sizes.values()) > 60 << 30
+    with pytest.raises(PlancError, match="bytes for the weights do not fit"):
+        allocated(root, sealed, 1000, device_of(90, 40 << 30))
 
 
 def test_memory_for_the_cache_is_a_share_less_what_the_model_takes(plan) -> None:
