@@ -13,12 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from planc.codegen.cuda.call import Bucket, Call, Ref, calls
+from planc.codegen.cuda.lower import aligned
 from planc.compiler.emulate import Verdict, read_graph
 from planc.compiler.ir.graph import Graph, Node
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.quant import scheme
 from planc.compiler.ir.types import DTYPES, PACKED, TensorType
 from planc.compiler.weights import stored_shape
+from planc.errors import PlancError
 from planc.plans import launches
 from planc.plans.launches import KV, Binary, LaunchPlan
 from planc.plans.schema import Plan
@@ -62,17 +64,17 @@ def _cases(graph: Graph, held: LaunchPlan) -> Iterator[_Case]:
     """For each kernel of the plan, the first node of the smallest bucket that is run by it."""
     left = {b.name for b in held.binaries}
     types = dict(graph.types) | {"page_table": TensorType("i32", ("S", held.page_table_stride))}
-    addresses = {v.name: v.addr for n in graph.nodes for v in n.outputs}
-    aligned = {name for name in types if (addresses.get(name) or 0) % 16 == 0}
+    wide = aligned(graph)
     for step in held.graphs:
         bucket = Bucket(step.tokens, step.seqs, step.rows)
         for node in graph.nodes:
-            made = calls(node, types, held.sm, bucket, aligned)
+            made = calls(node, types, held.sm, bucket, wide)
             if left & {c.kernel.name for c in made}:
                 left -= {c.kernel.name for c in made}
                 yield _Case(node, made, bucket, types)
         if not left:
             return
+    raise PlancError(f"{len(left)} kernels of the plan run no node of its graph, first {min(left)}. Build it again.")
 
 
 def _checked(root: Path, plan: Plan, graph: Graph, held: LaunchPlan, case: _Case, rng: np.random.Generator) -> Verdict:

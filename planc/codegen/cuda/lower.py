@@ -80,6 +80,12 @@ def lower(graph: Graph, sm: int, limits: Limits, wanted: Sequence[Bucket]) -> Lo
     return Lowered(tuple(lowering.kernels.values()), plan)
 
 
+def aligned(graph: Graph) -> frozenset[str]:
+    """The values at a multiple of 16 bytes, which wide accesses need: inputs and weights all are."""
+    addresses = {v.name: v.addr for n in graph.nodes for v in n.outputs}
+    return frozenset(name for name in graph.types if (addresses.get(name) or 0) % 16 == 0)
+
+
 class _Lowering:
     """What grows as buckets are lowered: kernels, buffers, the size of scratch memory."""
 
@@ -89,6 +95,7 @@ class _Lowering:
         self.kernels: dict[str, TritonKernel] = {}
         self.largest = Bucket(limits.tokens, limits.seqs, limits.seqs)
         self.addresses = {v.name: v.addr for n in graph.nodes for v in n.outputs}
+        self.aligned = aligned(graph)
         self.weights = {w.name for w in graph.weights}
         self.arenas = {"weights": 0, KV: 0, "act": self._activations(), "io": 0}
         self.buffers: dict[str, Buffer] = {}
@@ -127,7 +134,7 @@ class _Lowering:
         """The launches of a bucket."""
         hazards, launches = Hazards(), []
         for node in self.graph.nodes:
-            made = calls(node, self.types, self.sm, bucket)
+            made = calls(node, self.types, self.sm, bucket, self.aligned)
             scratch = self._scratch(made)
             for call in made:
                 self.kernels.setdefault(call.kernel.name, call.kernel)
