@@ -1,13 +1,18 @@
 """The paged cache's CUDA kernels under test: in go a case and a step's inputs, out comes what they write."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from planc.codegen.cuda.call import Bucket, Call, calls
+from planc.codegen.cuda import aot
+from planc.codegen.cuda.call import Bucket, Call, Ref, calls
 from planc.compiler.ir.types import TensorType
+from planc.emulator.run import run_kernel
 from tests.codegen.cuda.harness import launch
 from tests.kernels.harness import Buffer, Case, Tensor
+
+Runner = Callable[[Call, Mapping[str, Buffer]], None]
 
 
 def made(case: Case, bucket: Bucket, pages: int, arch: int = 90) -> tuple[Call, ...]:
@@ -18,7 +23,28 @@ def made(case: Case, bucket: Bucket, pages: int, arch: int = 90) -> tuple[Call, 
     return calls(case.node, types, arch, bucket)
 
 
-def attend(case: Case, given: Sequence[np.ndarray], bucket: Bucket, arch: int = 90) -> np.ndarray:
+def emulated(folder: Path, arch: int) -> Runner:
+    """Runs calls as their PTX says, compiled into `folder`."""
+
+    def runner(call: Call, buffers: Mapping[str, Buffer]) -> None:
+        (binary,) = aot.compile([call.kernel], arch, folder)
+        text = (folder / f"{binary.name}.ptx").read_text()
+        run_kernel(text, call.grid, [_argument(ref, buffers) for ref in call.args], binary.shared)
+
+    return runner
+
+
+def _argument(ref: Ref, buffers: Mapping[str, Buffer]) -> np.ndarray | int | float:
+    """A number, or the bytes that a pointer points to. Every pointer has memory of its own there."""
+    if ref.kind not in ("value", "scratch"):
+        assert not isinstance(ref.value, str)
+        return ref.value
+    return buffers[str(ref.value)].data[ref.offset :]
+
+
+def attend(
+    case: Case, given: Sequence[np.ndarray], bucket: Bucket, arch: int = 90, runner: Runner = launch
+) -> np.ndarray:
     """The output rows of a step, all of the bucket; inputs are padded to it as a plan's are."""
     q, kv, table, start, positions, *per_head = given
     start = np.pad(start, (0, bucket.seqs + 1 - len(start)), mode="edge")
@@ -27,12 +53,16 @@ def attend(case: Case, given: Sequence[np.ndarray], bucket: Bucket, arch: int = 
     q = np.pad(q, ((0, bucket.tokens - len(q)), (0, 0), (0, 0)), constant_values=np.nan)
     arrays = [q, kv, table, start, positions, *per_head]
     out = Tensor(case.node.out.type, (bucket.tokens, *case.node.out.type.shape[1:]))
-    run(made(case, bucket, table.shape[1], arch), case, arrays, {"out0": out.buffer})
+    run(made(case, bucket, table.shape[1], arch), case, arrays, {"out0": out.buffer}, runner)
     return out.array.copy()
 
 
 def run(
-    launches: Sequence[Call], case: Case, arrays: Sequence[np.ndarray], outputs: Mapping[str, Buffer]
+    launches: Sequence[Call],
+    case: Case,
+    arrays: Sequence[np.ndarray],
+    outputs: Mapping[str, Buffer],
+    runner: Runner = launch,
 ) -> dict[str, Buffer]:
     """Launches in order. The inputs are returned, and checked to be what they were but those that are written."""
     inputs = {n: Tensor.of(t, a).buffer for n, t, a in zip(case.node.inputs, case.types, arrays, strict=True)}
@@ -40,7 +70,7 @@ def run(
     scratch = {n: Buffer(size) for call in launches for n, size in call.scratch.items()}
     buffers = {**inputs, **outputs, **scratch}
     for call in launches:
-        launch(call, buffers)
+        runner(call, buffers)
     written = {n for call in launches for n in call.writes}
     for name, buffer in buffers.items():
         buffer.check(f"{case}: {name}")

@@ -1,0 +1,77 @@
+"""Attention as it ships: its PTX in the emulator, close to the reference, the same bits whatever shares a step."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from planc.codegen.cuda import attention as rows
+from planc.codegen.cuda.call import Bucket
+from planc.compiler.ir.ops import OPS
+from tests.codegen.cuda.paged import Runner, attend, emulated
+from tests.codegen.cuda.test_attention import BOUNDS, CASES, ROWS
+from tests.kernels.harness import assert_close, assert_same_bits
+from tests.kernels.test_attention import World
+
+_matmul = np.matmul
+QUICK = {(90, "gqa 3, bf16"), (80, "all at once, i8")}
+SLOW = [(arch, name) for arch in (80, 89, 90, 120) for name in ("gqa 3, bf16", "all at once", "all at once, i8")]
+SLOW += [(90, "head 256, sliding, bf16"), (90, "sinks, bf16"), (120, "softcap, bf16"), (80, "alibi")]
+
+
+@pytest.fixture(autouse=True)
+def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of the emulator whose sums do not depend on where a row lies in its tile, as those of tensor cores; in
+    float32, a BLAS has other sums at the edges of its own tiles. Splits are short, so that there are several.
+    """
+
+    def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        made = _matmul(a.astype(np.float64), b.astype(np.float64))
+        return made.astype(a.dtype)
+
+    monkeypatch.setattr(np, "matmul", matmul)
+    monkeypatch.setattr(rows, "_SPLIT", 128)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compiled")
+
+
+class Steps:
+    """Steps of three sequences on an emulated GPU, each with its keys in one program and split."""
+
+    def __init__(self, name: str, arch: int, run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.case, self.world = CASES[name], World(ROWS[name][0], [150, 40, 130])
+        self.arch, self.run, self.monkeypatch = arch, run, monkeypatch
+
+    def given(self, *parts: tuple[int, int, int]) -> list[np.ndarray]:
+        return self.world.step(parts) + self.world.per_head(self.case)
+
+    def step(self, *parts: tuple[int, int, int], bucket: Bucket) -> np.ndarray:
+        given = self.given(*parts)
+        self.monkeypatch.setattr(rows, "_FILLED", 0)
+        whole = attend(self.case, given, bucket, self.arch, self.run)
+        self.monkeypatch.setattr(rows, "_FILLED", 1 << 30)
+        assert_same_bits(attend(self.case, given, bucket, self.arch, self.run), whole, f"{parts}, split")
+        return whole[: len(given[0])]
+
+
+def parameters() -> list[object]:
+    return [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in SLOW]
+
+
+@pytest.mark.parametrize(("arch", "name"), parameters())
+def test_close_and_no_bit_depends_on_the_step(
+    arch: int, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(name, arch, emulated(folder / str(arch), arch), monkeypatch)
+    parts = [(1, 35, 40), (0, 110, 150), (2, 129, 130)]
+    batched = steps.step(*parts, bucket=Bucket(48, 4, 4))
+    (want,) = OPS["paged_attention"].ref(dict(steps.case.attrs), steps.given(*parts), steps.case.types)
+    assert_close(batched, want, BOUNDS[ROWS[name][0].dtype], name)
+    whole = batched[5:45]
+    assert_same_bits(steps.step((0, 110, 127), bucket=Bucket(17, 1, 1)), whole[:17], "first chunk")
+    assert_same_bits(steps.step((0, 127, 150), bucket=Bucket(25, 25, 25)), whole[17:], "second chunk")
+    for at in (110, 128, 149):
+        assert_same_bits(steps.step((0, at, at + 1), bucket=Bucket(1, 1, 1)), whole[at - 110 : at - 109], "decode")
