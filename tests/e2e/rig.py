@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from planc.plans import store
-from planc.runtime.cpu import CpuExecutor
 from planc.runtime.engine import Engine
+from planc.runtime.executors import open_executor
 from planc.runtime.scheduler import SchedulerLimits
 from planc.runtime.sequence import SamplingParams, Sequence
 from planc.runtime.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ def run(
 ) -> Result:
     """Greedy generation of all prompts together, `rounds` times over on one engine; the result is the last round's."""
     loaded = store.load(plan)
-    executor = CpuExecutor(plan, loaded, blocks, threads)
+    executor = open_executor(plan, loaded, blocks, threads)
     limits = SchedulerLimits(loaded.limits.max_model_len, seqs, tokens)
     engine = Recorder(executor, Tokenizer.load(plan / "tokenizer"), limits, prefix_caching=prefix_caching, seed=0)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
