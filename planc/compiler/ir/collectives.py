@@ -14,7 +14,7 @@ from planc.compiler.ir.types import TensorType
 
 
 def reduce_type(attrs: Attrs, types: Types) -> tuple[TensorType, ...]:
-    """f32 of any shape; the result is dense."""
+    """f32 of any shape gives the sum over the ranks."""
     _one_type(attrs, types)
     return (TensorType("f32", types[0].shape),)
 
