@@ -14,7 +14,8 @@ from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.types import TensorType
 from planc.errors import PlancError
 
-ARCHES = (80, 86, 89, 90, 100, 120)  # compute capabilities that kernels are made for
+ARCHES = (80, 86, 89, 90, 100, 120)  # compute capabilities that kernels are chosen for
+_LIKE = {121: 120}  # others -> the one whose choices they share: the same SM in another chip
 Constant = bool | int | float | str | tuple["Constant", ...] | None
 # Element types of memory as Triton spells them in a signature; four-bit codes lie two a byte.
 ELEMENTS: Mapping[str, str] = {
@@ -149,6 +150,7 @@ def calls(
     """
     from planc.codegen.cuda.table import TABLE  # the table needs this module's types
 
+    arch = _LIKE.get(arch, arch)
     if arch not in ARCHES:
         raise PlancError(f"no kernels for sm_{arch}; kernels are made for {', '.join(f'sm_{a}' for a in ARCHES)}")
     if OPS[node.op].view:

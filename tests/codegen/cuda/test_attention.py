@@ -124,6 +124,11 @@ def test_many_tokens_take_one_launch() -> None:
     assert only.grid == (2048 // 16 + 64, 8, 1)
 
 
+def test_sm_121_has_the_kernels_of_sm_120() -> None:
+    c = CASES["gqa 3, bf16"]
+    assert made(c, Bucket(1, 1, 1), 64, 121) == made(c, Bucket(1, 1, 1), 64, 120)
+
+
 def test_what_has_no_kernel_is_named() -> None:
     c = attention(Shape(2, 2, 16, 16, dtype="f8e3m4"), {})
     with pytest.raises(PlancError, match=r"paged_attention .* has no kernel on sm_90 .*caches of f32, bf16, i8"):
