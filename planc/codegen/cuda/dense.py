@@ -227,7 +227,7 @@ def _routing(p: _Product, tile: Tile, tiles: int, bytes_: Mapping[str, int]) -> 
 def _floats(site: Site) -> tuple[Call, ...]:
     p = _Product(site)
     x, w = site.inputs[p.at.x], _weight(site)
-    tile = dense_tiles.floats(site.arch, p.rows, p.n, x.itemsize, w.itemsize)
+    tile = dense_tiles.floats(site.arch, p.rows, p.n, p.k, x.itemsize, w.itemsize)
     p.input("x_ptr", p.at.x)
     p.input("w_ptr", p.at.parts[0])
     p.input("bias_ptr", p.at.bias)
@@ -238,7 +238,7 @@ def _floats(site: Site) -> tuple[Call, ...]:
 def _codes(site: Site) -> tuple[Call, ...]:
     p, row = _Product(site), _scheme(site)
     assert row is not None
-    tile = dense_tiles.codes(site.arch, p.rows, p.n)
+    tile = dense_tiles.codes(site.arch, p.rows, p.n, p.k)
     p.input("x_ptr", p.at.x)
     p.input("row_scales_ptr", p.at.row_scales)
     p.input("w_ptr", p.at.parts[0])
@@ -257,9 +257,9 @@ def _widened(site: Site) -> tuple[Call, ...]:
     assert row is not None
     x_bytes = site.inputs[p.at.x].itemsize
     if row.name == "mxfp4":
-        tile = dense_tiles.spread(site.arch, p.rows, p.n, x_bytes)
+        tile = dense_tiles.spread(site.arch, p.rows, x_bytes)
     else:
-        tile = dense_tiles.widened(site.arch, p.rows, p.n, x_bytes, 8 if row.codes == "i8" else 4, row.group)
+        tile = dense_tiles.widened(site.arch, p.rows, x_bytes, 8 if row.codes == "i8" else 4, row.group)
     p.input("x_ptr", p.at.x)
     p.input("w_ptr", p.at.parts[0])
     p.input("scales_ptr", p.at.parts[1])

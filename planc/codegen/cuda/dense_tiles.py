@@ -26,41 +26,44 @@ class Tile:
     stages: int
 
 
-def floats(arch: int, rows: int, n: int, x_bytes: int, w_bytes: int) -> Tile:
+def floats(arch: int, rows: int, n: int, k: int, x_bytes: int, w_bytes: int) -> Tile:
     """x times a weight of bf16, or of f32, which has no tensor cores."""
     if w_bytes == 4:
         bm = _step(rows, 16, 64)
         return Tile(bm, 64 if bm == 64 else 32, 32, 8 if bm == 64 else 4, 3)
-    return _rows_first(arch, rows, n, 64, x_bytes, w_bytes)
+    return _rows_first(arch, rows, n, k, 64, x_bytes, w_bytes)
 
 
-def codes(arch: int, rows: int, n: int) -> Tile:
+def codes(arch: int, rows: int, n: int, k: int) -> Tile:
     """Codes of 8 bits times codes of 8 bits."""
-    return _rows_first(arch, rows, n, 128, 1, 1)
+    return _rows_first(arch, rows, n, k, 128, 1, 1)
 
 
-def widened(arch: int, rows: int, n: int, x_bytes: int, code_bits: int, group: int | None) -> Tile:
+def widened(arch: int, rows: int, x_bytes: int, code_bits: int, group: int | None) -> Tile:
     """x times codes that are widened in registers; rows are the columns of its products. BK divides the group."""
-    bk = 64 if code_bits == 8 or (group or 0) < 64 else min(group or 0, 128)
-    if code_bits == 4 and group == 32:
-        bk = 32
-    return _channels_first(arch, rows, n, bk, x_bytes, code_bits)
+    return _channels_first(arch, rows, 32 if code_bits == 4 and group == 32 else 64, x_bytes, code_bits)
 
 
-def spread(arch: int, rows: int, n: int, x_bytes: int) -> Tile:
+def spread(arch: int, rows: int, x_bytes: int) -> Tile:
     """Like `widened`, where scales of small groups widen with the codes: BK is a multiple of the group."""
-    return _channels_first(arch, rows, n, 64, x_bytes, 4)
+    return _channels_first(arch, rows, 64, x_bytes, 4)
 
 
-def _rows_first(arch: int, rows: int, n: int, bk: int, x_bytes: int, w_bytes: int) -> Tile:
-    bm = _step(rows, 64 if arch in _WARPGROUP else 16, 128 if _BUDGET[arch] > 100 << 10 else 64)
+def _rows_first(arch: int, rows: int, n: int, k: int, bk: int, x_bytes: int, w_bytes: int) -> Tile:
+    most = 128 if _BUDGET[arch] > 100 << 10 else 64
+    bm = _step(rows, 64 if arch in _WARPGROUP else 16, most)
     narrow = 32 if -(-n // 64) < _FULL else 64
     bn = narrow if rows <= 64 else 128
-    warps = 8 if bm * bn >= 128 * 128 else 4
-    return Tile(bm, bn, bk, warps, _stages(arch, bm * bk * x_bytes + bn * bk * w_bytes))
+    if k % 16:  # each element is loaded by itself: larger tiles do not fit into registers
+        bm, bn = min(bm, 64), 32
+    wide = bm * bn >= 128 * 128 if arch in _WARPGROUP else bm >= 64  # by what registers a thread has
+    # Where tensor cores read registers, a stage's values are there before its memory is filled again: one stage more.
+    extra = 0 if arch in _WARPGROUP else 1
+    stages = _stages(arch, bm * bk * x_bytes + bn * bk * w_bytes) + extra
+    return Tile(bm, bn, bk, 8 if wide else 4, 2 if k % 16 else stages)
 
 
-def _channels_first(arch: int, rows: int, n: int, bk: int, x_bytes: int, code_bits: int) -> Tile:
+def _channels_first(arch: int, rows: int, bk: int, x_bytes: int, code_bits: int) -> Tile:
     bm = _step(rows, 16, 64)
     bn = 64 if bm < 64 else 128
     warps = 8 if bm == 64 else 4
