@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from planc.codegen.cuda import aot
-from planc.codegen.cuda.call import Bucket, Call, Ref, calls
+from planc.codegen.cuda.call import Bucket, Call, calls
 from planc.compiler.ir.types import TensorType
 from planc.emulator.run import run_kernel
 from tests.codegen.cuda.harness import launch
@@ -24,22 +24,21 @@ def made(case: Case, bucket: Bucket, pages: int, arch: int = 90) -> tuple[Call, 
 
 
 def emulated(folder: Path, arch: int) -> Runner:
-    """Runs calls as their PTX says, compiled into `folder`."""
+    """Runs calls as their PTX says, compiled into `folder`. Every pointer has memory of its own there, so what changed
+    in each is put together afterwards.
+    """
 
     def runner(call: Call, buffers: Mapping[str, Buffer]) -> None:
         (binary,) = aot.compile([call.kernel], arch, folder)
-        text = (folder / f"{binary.name}.ptx").read_text()
-        run_kernel(text, call.grid, [_argument(ref, buffers) for ref in call.args], binary.shared)
+        whole = [buffers[str(r.value)].data[r.offset :] if r.kind in ("value", "scratch") else None for r in call.args]
+        given = [r.value if w is None else w.copy() for r, w in zip(call.args, whole, strict=True)]
+        before = [None if w is None else w.copy() for w in whole]
+        run_kernel((folder / f"{binary.name}.ptx").read_text(), call.grid, given, binary.shared)  # type: ignore[arg-type]
+        for after, old, to in zip(given, before, whole, strict=True):
+            if isinstance(after, np.ndarray) and old is not None and to is not None:
+                np.copyto(to, after, where=after != old)
 
     return runner
-
-
-def _argument(ref: Ref, buffers: Mapping[str, Buffer]) -> np.ndarray | int | float:
-    """A number, or the bytes that a pointer points to. Every pointer has memory of its own there."""
-    if ref.kind not in ("value", "scratch"):
-        assert not isinstance(ref.value, str)
-        return ref.value
-    return buffers[str(ref.value)].data[ref.offset :]
 
 
 def attend(

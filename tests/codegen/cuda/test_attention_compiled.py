@@ -9,8 +9,9 @@ from planc.codegen.cuda import attention as rows
 from planc.codegen.cuda.call import Bucket
 from planc.compiler.ir.ops import OPS
 from tests.codegen.cuda.paged import Runner, attend, emulated
-from tests.codegen.cuda.test_attention import BOUNDS, CASES, ROWS
+from tests.codegen.cuda.test_attention import APPENDS, BOUNDS, CASES, ROWS, check_append
 from tests.kernels.harness import assert_close, assert_same_bits
+from tests.kernels.paged import Shape
 from tests.kernels.test_attention import World
 
 _matmul = np.matmul
@@ -75,3 +76,14 @@ def test_close_and_no_bit_depends_on_the_step(
     assert_same_bits(steps.step((0, 127, 150), bucket=Bucket(25, 25, 25)), whole[17:], "second chunk")
     for at in (110, 128, 149):
         assert_same_bits(steps.step((0, at, at + 1), bucket=Bucket(1, 1, 1)), whole[at - 110 : at - 109], "decode")
+
+
+def appends() -> list[object]:
+    rows = [(arch, shape) for arch in (80, 89, 90, 120) for shape in APPENDS]
+    quick = (90, APPENDS[-1])
+    return [pytest.param(*row, marks=() if row == quick else pytest.mark.slow) for row in rows]
+
+
+@pytest.mark.parametrize(("arch", "shape"), appends())
+def test_append(arch: int, shape: Shape, folder: Path) -> None:
+    check_append(shape, emulated(folder / str(arch), arch), arch)
