@@ -49,7 +49,7 @@ def compile(
     tools = toolchain()
     folder.mkdir(parents=True, exist_ok=True)
     places = {k.name: _place(k, arch, tools, sources) for k in kernels}
-    jobs = {k.name: _job(k, arch, sources) for k in kernels if not places[k.name].with_suffix(".json").exists()}
+    jobs = {k.name: _job(k, arch, sources) for k in kernels if not _cached(places[k.name])}
     done = len(places) - len(jobs)
     with _pool(tools, min(usable_cpus(), len(jobs))) as compiled:
         for name in compiled(jobs, places):
@@ -65,6 +65,10 @@ def _place(kernel: TritonKernel, arch: int, tools: Toolchain, sources: Path) -> 
     text = json.dumps([_FORMAT, *tools.versions, job], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:24]
     return cache_dir() / "kernels" / f"{kernel.name}-sm{arch}-{digest}.cubin"
+
+
+def _cached(place: Path) -> bool:
+    return all(place.with_suffix(suffix).exists() for suffix in _PARTS)
 
 
 def _job(kernel: TritonKernel, arch: int, sources: Path) -> dict[str, Any]:
@@ -114,7 +118,7 @@ def _pool(tools: Toolchain, size: int) -> Iterator[Callable[[dict[str, Any], dic
 
 
 def _compile(name: str, job: dict[str, Any], place: Path, worker: Worker, tools: Toolchain) -> None:
-    """Compiles to the cache. The .json comes last, hence an entry that has it is whole."""
+    """Compiles to the cache, where an entry is whole once it has all parts."""
     with _partial(place) as partial:
         try:
             answer = worker.compile(job | {"out": str(partial)})
