@@ -19,7 +19,7 @@ from planc.codegen.cuda.cubin import read as read_cubin
 from planc.emulator import ptx
 from planc.emulator.compile import Program
 from planc.emulator.machine import Grid, run
-from planc.emulator.memory import Memory, OutOfMemory, Spans
+from planc.emulator.memory import Memory, OutOfMemory, Spans, tagged
 from planc.emulator.order import Touched, random_order
 from planc.errors import PlancError
 
@@ -78,6 +78,33 @@ class Node:
     deps: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Pointer:
+    """An argument of a launch that is an address: its number, and the bytes start..stop-1 of the buffer it is of."""
+
+    number: int
+    start: int
+    stop: int
+    name: str
+
+
+class Reach:
+    """What a launch may touch: by each pointer the buffer that it is of."""
+
+    def __init__(self, pointers: Sequence[Pointer]) -> None:
+        self.pointers = pointers
+        tags = enumerate(pointers, 1)
+        self.spans = Spans([(tagged(p.start, tag), tagged(p.stop, tag), p.name) for tag, p in tags])
+
+    def params(self, node: Node) -> bytes:
+        """The launch's parameters with tagged pointers."""
+        out = bytearray(node.params)
+        for tag, pointer in enumerate(self.pointers, 1):
+            at = node.function.kernel.params[pointer.number].offset
+            struct.pack_into("<Q", out, at, tagged(struct.unpack_from("<Q", out, at)[0], tag))
+        return bytes(out)
+
+
 @dataclass
 class Graph:
     """Launches in the order in which they were added."""
@@ -110,7 +137,7 @@ class State:
         self.current = 0
         self.text = ""  # of the last failure
         self.broken: Failure | None = None  # a GPU does nothing more after a kernel has failed
-        self.allowed: Mapping[int, Sequence[Spans]] = {}  # by graph, what each launch may touch
+        self.reach: Mapping[int, Sequence[Reach]] = {}  # by graph, of each launch
         self.unwatched: tuple[int, ...] = ()  # allocations that launches only read
         self.check_order = True
         self.statistics = Statistics()
@@ -202,11 +229,12 @@ class State:
             buffer[place.offset : place.offset + place.size] = value
         return Node(function, grid, bytes(buffer), deps)
 
-    def launch(self, node: Node, spans: Spans | None = None) -> None:
+    def launch(self, node: Node, reach: Reach | None = None) -> None:
         """Runs a kernel now."""
         started = time.perf_counter()
+        params, spans = (reach.params(node), reach.spans) if reach else (node.params, None)
         try:
-            run(_program(node.function.kernel), node.grid, node.params, self.memory, spans)
+            run(_program(node.function.kernel), node.grid, params, self.memory, spans)
         except PlancError as e:
             raise Failure(LAUNCH_FAILED, str(e)) from None
         self.statistics.add(node.function.name, time.perf_counter() - started)
@@ -215,24 +243,25 @@ class State:
         """Runs all launches of a graph in a random order that its edges allow, and checks that they do order them."""
         deps = [node.deps for node in graph.nodes]
         order = random_order(deps, self.random)
-        allowed = self.allowed.get(handle)
+        reach = self.reach.get(handle)
         touched = Touched(self.memory, self.unwatched) if self.check_order else None
         self.memory.watcher = touched
         try:
             for index in order:
-                self.launch(graph.nodes[index], allowed[index] if allowed else None)
+                self.launch(graph.nodes[index], reach[index] if reach else None)
                 if touched:
                     touched.end(index)
         finally:
             self.memory.watcher = None
         conflict = touched.conflict(deps) if touched else None
         if conflict is not None:
-            raise Failure(LAUNCH_FAILED, self._conflict(graph, *conflict, allowed))
+            raise Failure(LAUNCH_FAILED, self._conflict(graph, *conflict, reach))
 
-    def _conflict(self, graph: Graph, a: int, b: int, address: int, allowed: Sequence[Spans] | None) -> str:
+    def _conflict(self, graph: Graph, a: int, b: int, address: int, reach: Sequence[Reach] | None) -> str:
         names = f"launch {a} ({graph.nodes[a].function.name}) and launch {b} ({graph.nodes[b].function.name})"
-        spans = (allowed[a] if allowed else self.memory.spans).rows
-        place = next((f"byte {address - s} of {name}" for s, e, name in spans if s <= address < e), f"0x{address:x}")
+        pointers = reach[a].pointers if reach else ()
+        found = (f"byte {address - p.start} of {p.name}" for p in pointers if p.start <= address < p.stop)
+        place = next(found, f"0x{address:x}")
         return f"{names} of a graph touch {place}, one of them writes it, and no dependency orders them"
 
     # --- streams

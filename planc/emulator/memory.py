@@ -1,7 +1,8 @@
 """Device memory on the host: in go sizes, out come addresses; reads and writes of many lanes, each one checked.
 
-An address is the host's own address of a reserved span, so that copies and kernels agree on it. Memory that was never
-written holds 0xCB in every byte.
+An address is the host's own address of a reserved span, so that copies and kernels agree on it. Its upper 16 bits may
+carry a tag, which pointer arithmetic keeps: a launch tags each pointer that it passes, so that an access is held to the
+buffer that its pointer was of. Memory that was never written holds 0xCB in every byte.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ GRAIN = 256  # bytes that the driver rounds an allocation up to
 _GUARD = 4096  # bytes between allocations, which nobody may touch
 _POISON = 0xCB
 _POISONED_UP_TO = 1 << 28  # larger ones stay untouched, so that they cost no memory
+_TAG = 48  # bits of an address below its tag
+_PLAIN = np.uint64((1 << _TAG) - 1)
 _NORESERVE = 0x4000  # MAP_NORESERVE of Linux
 # Bytes of one access -> the type that moves them.
 CARRIERS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
@@ -33,6 +36,11 @@ class Fault(Exception):
     def __init__(self, message: str, lane: int | None = None) -> None:
         super().__init__(message)
         self.lane = lane
+
+
+def tagged(address: int, tag: int) -> int:
+    """An address that says which pointer it came from, 0 for none."""
+    return address | tag << _TAG
 
 
 class OutOfMemory(Exception):
@@ -82,12 +90,11 @@ class Spans:
             self._last = self.rows[first][0], self.rows[first][1]
 
     def _where(self, address: int) -> str:
-        before = [row for row in self.rows if row[0] <= address]
-        if before:
-            start, stop, name = before[-1]
-            inside = f"byte {address - start} of {name}, which has {stop - start}"
-            return f"at 0x{address:x} lies outside of its memory: {inside}"
-        return f"at 0x{address:x} lies outside of all memory"
+        place = f"at 0x{address & int(_PLAIN):x}"
+        row = self.rows[max(bisect.bisect_right([start for start, _, _ in self.rows], address) - 1, 0)]
+        if address >> _TAG != row[0] >> _TAG:
+            return f"{place} is by no pointer of the launch"
+        return f"{place} lies outside of its memory: byte {address - row[0]} of {row[2]}, which has {row[1] - row[0]}"
 
 
 class Memory:
@@ -164,12 +171,14 @@ class Memory:
 
     def take(self, addresses: Array, size: int) -> Array:
         """Elements of `size` bytes as their carrier type. The caller has checked them."""
+        addresses = addresses & _PLAIN
         if self.watcher is not None:
             self.watcher.read(addresses, size)
         return self._typed[size][self._index(addresses, size)]
 
     def store(self, addresses: Array, values: Array, size: int) -> None:
         """Writes elements of `size` bytes; where addresses repeat, one of them wins."""
+        addresses = addresses & _PLAIN
         if self.watcher is not None:
             self.watcher.write(addresses, size)
         self._typed[size][self._index(addresses, size)] = values

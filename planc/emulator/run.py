@@ -1,8 +1,8 @@
 """Runs a CUDA plan without a GPU: in go a plan directory and batches, out come the logits that its PTX computes.
 
-The executor and cuda.bindings are the real ones; the driver below them is the stand-in. Every launch may touch its own
-arguments' buffers only, graphs run in random orders that their edges allow, and launches that no edge orders must not
-touch each other's bytes.
+The executor and cuda.bindings are the real ones; the driver below them is the stand-in. By each pointer a launch may
+touch the buffer that it is of and no other, graphs run in random orders that their edges allow, and launches that no
+edge orders must not touch each other's bytes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from planc.codegen.skus import SMS
 from planc.emulator import driver, ptx
 from planc.emulator.compile import Program
-from planc.emulator.device import Device, State, Statistics
+from planc.emulator.device import Device, Pointer, Reach, State, Statistics
 from planc.emulator.machine import Grid, run
-from planc.emulator.memory import Memory, Spans
+from planc.emulator.memory import Memory
 from planc.errors import PlancError
 from planc.plans import launches
 from planc.plans.launches import LaunchPlan
@@ -118,16 +118,14 @@ def _texts(root: Path, held: LaunchPlan) -> dict[str, str]:
 
 def _watch(state: State, executor: CudaExecutor) -> None:
     """Tells the GPU what each launch may touch, and what no launch writes."""
-    allowed = {}
-    for handle, step in executor.graphs().items():
-        allowed[handle] = [_spans(executor.arenas, launch) for launch in step.launches]
-    state.allowed = allowed
+    graphs = executor.graphs().items()
+    state.reach = {handle: [_reach(executor.arenas, x) for x in step.launches] for handle, step in graphs}
     state.unwatched = (executor.arenas.start["weights"],)
 
 
-def _spans(arenas: Arenas, launch: launches.Launch) -> Spans:
-    names = {str(a.value) for a in launch.args if a.kind == "buffer"}
-    return Spans([(*arenas.span(name), f"buffer {name}") for name in sorted(names)])
+def _reach(arenas: Arenas, launch: launches.Launch) -> Reach:
+    names = [(n, str(a.value)) for n, a in enumerate(launch.args) if a.kind == "buffer"]
+    return Reach([Pointer(n, *arenas.span(name), f"buffer {name}") for n, name in names])
 
 
 @lru_cache(maxsize=256)

@@ -130,6 +130,9 @@ MUTATIONS = {
     "one element short": lambda p: replace(
         p, buffers=tuple(replace(b, nbytes=b.nbytes - 4) if b.name == "logits" else b for b in p.buffers)
     ),
+    "short, and beside another argument": lambda p: replace(
+        p, buffers=tuple(replace(b, nbytes=12, offset=244) if b.name == "key" else b for b in p.buffers)
+    ),
     "swapped pointers": in_graphs(lambda n, x: replace(x, args=(x.args[1], x.args[0], *x.args[2:])) if n == 0 else x),
     "swapped numbers": in_graphs(lambda n, x: replace(x, args=(*x.args[:7], x.args[8], x.args[7])) if n == 1 else x),
     "wrong grid": in_graphs(lambda n, x: replace(x, grid=(x.grid[0], 1, 1)) if n == 2 else x),
@@ -143,6 +146,7 @@ SAYS = {
     "dropped dependency": r"launch 0 \(append\) and launch 1 \(digest\) of a graph touch byte \d+ of buffer kv",
     "another dropped dependency": r"launch 1 \(digest\) and launch 2 \(spread\) of a graph touch byte 0 of buffer key",
     "one element short": r"kernel spread: a store of 4 bytes .* byte 4796 of buffer logits, which has 4796",
+    "short, and beside another argument": r"kernel digest: a store of 4 bytes .* byte 12 of buffer key, which has 12",
     "wrong block size": "kernel append: 64 threads a block, it was compiled for 32",
     "too much shared memory": "kernel append: 300000 bytes of shared memory, an emulated sm_90 gives 232448",
     "another kernel's file": "counting-digest failed: CUDA_ERROR_NOT_FOUND .*no kernel spread; it has digest",
