@@ -123,27 +123,39 @@ class _Product:
         if self.site.is_aligned(self.site.node.inputs[index]):
             self.aligned.add(name)
 
-    def number(self, name: str, number: int) -> None:
+    def count(self, name: str, number: int) -> None:
+        """A number that depends on the bucket, and so takes no part in what the kernel is."""
         self.types[name] = "i32"
         self.refs.append(i32(number))
+
+    def number(self, name: str, number: int) -> None:
+        """A number that depends on the weight; one that 16 divides allows wide accesses."""
+        self.count(name, number)
         if number % 16 == 0:
             self.aligned.add(name)
 
-    def buffer(self, name: str, dtype: str, ref: Ref) -> None:
-        self.types[name] = pointer(dtype)
-        self.refs.append(ref)
+    def output(self) -> None:
+        out = self.site.node.out
+        self.types["y_ptr"] = pointer(out.type.dtype)
+        self.refs.append(value(out.name))
+        if self.site.is_aligned(out.name):
+            self.aligned.add("y_ptr")
+
+    def scratch(self, name: str, buffer: str) -> None:
+        self.types[name] = pointer("i32")
+        self.refs.append(scratch(buffer))
         self.aligned.add(name)
 
     def common(self, tile: Tile) -> None:
         """The output, where rows come from, and the sizes."""
         x = self.site.inputs[self.at.x]
-        self.buffer("y_ptr", self.site.out.dtype, value(self.site.node.out.name))
+        self.output()
         if self.experts:
-            self.buffer("experts_ptr", "i32", scratch("experts"))
-            self.buffer("slots_ptr", "i32", scratch("slots"))
+            self.scratch("experts_ptr", "experts")
+            self.scratch("slots_ptr", "slots")
         else:
             self.constants |= {"experts_ptr": None, "slots_ptr": None}
-        self.number("rows", _expert_tiles(self, tile) * tile.bm if self.experts else self.rows)
+        self.count("rows", _expert_tiles(self, tile) * tile.bm if self.experts else self.rows)
         self.number("n", self.n)
         self.number("k", self.k)
         strides = x.strides()

@@ -41,7 +41,7 @@ def _launch(
     names = [node.inputs[i] for i in sources]
     types = {n: pointer(d) for n, d in zip((*_NAMES[: len(sources)], "out_ptr"), dtypes, strict=True)}
     aligned = {n for n, given in zip(_NAMES, names, strict=False) if site.is_aligned(given)}
-    aligned |= {"out_ptr"} if offset % 16 == 0 else set()
+    aligned |= {"out_ptr"} if offset % 16 == 0 and site.is_aligned(out) else set()
     made = kernel("elementwise", "pointwise", types | {"rows": "i32"}, constants, aligned=frozenset(aligned))
     args = (*map(value, names), value(out, offset), i32(rows))
     return Call(made, (cdiv(rows, _TILE // block), cdiv(width, block), 1), args, tuple(dict.fromkeys(names)), (out,))

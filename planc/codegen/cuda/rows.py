@@ -51,11 +51,17 @@ class _Vectors:
         made = self.site.node.outputs[index]
         self.types[name] = pointer(made.type.dtype)
         self.refs.append(value(made.name))
-        self.aligned.add(name)
+        if self.site.is_aligned(made.name):
+            self.aligned.add(name)
 
-    def number(self, name: str, number: int) -> None:
+    def bucket(self, name: str, number: int) -> None:
+        """A number that depends on the bucket, and so takes no part in what the kernel is."""
         self.types[name] = "i32"
         self.refs.append(i32(number))
+
+    def number(self, name: str, number: int) -> None:
+        """A number that depends on the node; one that 16 divides allows wide accesses."""
+        self.bucket(name, number)
         if number % 16 == 0:
             self.aligned.add(name)
 
@@ -93,7 +99,7 @@ def _norm(site: Site) -> tuple[Call, ...]:
     p.output("y_ptr")
     if added:
         p.output("sum_ptr", 1)
-    p.number("vectors", p.count)
+    p.bucket("vectors", p.count)
     p.constants |= {"LAYER": layer, "EPS": float(site.number("eps")), "WIDTH": _width(site)}
     p.constants |= {} if added else {"sum_ptr": None, "ADDED": None}
     return p.launch("norm", "norm")
@@ -105,7 +111,7 @@ def _quantize_rows(site: Site) -> tuple[Call, ...]:
     p.input("x_ptr", 0)
     p.output("codes_ptr")
     p.output("scales_ptr", 1)
-    p.number("vectors", p.count)
+    p.bucket("vectors", p.count)
     p.constants |= {"LIMIT": float(LIMITS[dtype]), "WHOLE": dtype == "i8", "WIDTH": _width(site)}
     return p.launch("quantize", "quantize_rows")
 
@@ -116,7 +122,7 @@ def _along(site: Site) -> tuple[Call, ...]:
     p = _Vectors(site, {"X": 0}, min(_STEP, _power(_width(site))))
     p.input("x_ptr", 0)
     p.output("y_ptr")
-    p.number("vectors", p.count)
+    p.bucket("vectors", p.count)
     p.constants |= {"WIDTH": _width(site)}
     if op in ("softmax", "cumsum", "argmax"):
         return p.launch("rowops", op)
@@ -129,7 +135,7 @@ def _topk(site: Site) -> tuple[Call, ...]:
     p.input("x_ptr", 0)
     p.output("values_ptr")
     p.output("index_ptr", 1)
-    p.number("vectors", p.count)
+    p.bucket("vectors", p.count)
     p.constants |= {"COUNT": int(site.number("k")), "LARGEST": site.flag("largest"), "WIDTH": _width(site)}
     return p.launch("rowops", "topk")
 
@@ -140,7 +146,7 @@ def _gather(site: Site) -> tuple[Call, ...]:
     p.input("x_ptr", 0)
     p.input("index_ptr", 1)
     p.output("y_ptr")
-    p.number("vectors", p.count)
+    p.bucket("vectors", p.count)
     p.constants |= {"WIDTH": _width(site), "COUNT": count}
     return p.launch("rowops", "gather", cdiv(count, p.block))
 
@@ -153,7 +159,7 @@ def _scatter(site: Site) -> tuple[Call, ...]:
     p.input("index_ptr", 1)
     p.input("source_ptr", 2 if source else None)
     p.output("y_ptr")
-    p.number("vectors", p.count)
+    p.bucket("vectors", p.count)
     p.constants |= {"VALUE": 0.0 if source else float(site.number("scalar")), "ADD": site.flag("add")}
     p.constants |= {"WIDTH": _width(site), "COUNT": int(site.inputs[1].shape[-1])}
     p.constants |= {"STEP": int(source and int(site.inputs[2].shape[-1]) > 1)}
@@ -234,7 +240,7 @@ def _matmul(site: Site) -> tuple[Call, ...]:
     p.input("a_ptr", 0)
     p.input("b_ptr", 1)
     p.output("y_ptr")
-    p.number("m", m)
+    p.bucket("m", m)
     p.number("a_line", a.strides()[-2])
     p.number("b_line", b.strides()[-2])
     n, k = int(b.shape[-1]), int(a.shape[-1])
@@ -243,7 +249,7 @@ def _matmul(site: Site) -> tuple[Call, ...]:
     p.constants |= {"INNER": prod(int(d) for d in lead[1:]), "A": _lead(a, len(lead)), "B": _lead(b, len(lead))}
     p.constants |= {"BM": bm, "BN": 32, "BK": 32}
     batches = prod(site.bucket.size(d) for d in lead)
-    return (p.call("rowops", "matmul", (cdiv(m, bm), cdiv(n, 32), batches), 4),)
+    return (p.call("rowops", "matmul", (batches, cdiv(m, bm), cdiv(n, 32)), 4),)
 
 
 def _lead(t: TensorType, count: int) -> tuple[int, ...]:

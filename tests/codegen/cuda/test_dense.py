@@ -97,7 +97,7 @@ def test_qlinear_of_fp8_is_refused_where_there_are_no_such_products() -> None:
         made(Case("qlinear", types, (("scheme", "fp8"),)), 80, 1)
 
 
-EXPERTS = [(1, 4, 2, 48, 64), (9, 5, 3, 40, 96), (40, 3, 2, 70, 64), (20, 60, 2, 32, 64)]
+EXPERTS = [(1, 4, 2, 48, 64), (9, 5, 3, 40, 96), (40, 3, 2, 70, 64), (6, 60, 2, 32, 64)]
 
 
 def expert_ids(tokens: int, experts: int, slots: int) -> Array:
@@ -153,6 +153,16 @@ def test_what_one_launch_adds_up_does_not_depend_on_the_bucket() -> None:
             if arch in (90, 100):
                 side = "BN" if name in ("int8-wo", "awq", "mxfp4") else "BM"
                 assert all(int(str(t[side])) >= 64 for t in tiles), "below 64 rows another instruction is used"
+
+
+def test_buckets_share_kernels() -> None:
+    """A kernel is compiled once for all buckets of its tile, whatever their sizes."""
+    c = case("linear", f32("T", 4096), tensor("bf16", 6144, 4096))
+    for arch in (80, 90):
+        assert len({made(c, arch, t)[0].kernel.name for t in (1, 2, 8, 16)}) == 1
+        assert len({made(c, arch, t)[0].kernel.name for t in (256, 300, 2048)}) == 1
+    norm = case("rms_norm", f32("T", 4096), f32(4096), eps=1e-5)
+    assert len({made(norm, 90, t)[0].kernel.name for t in (1, 16, 300)}) == 1
 
 
 def test_the_grid_covers_every_tile() -> None:

@@ -295,9 +295,9 @@ def matmul(
     BK: tl.constexpr,
 ):
     """y = a @ b in float32 for each matrix of a batch; lines of a and b lie a_line and b_line apart."""
-    batch = tl.program_id(2)
-    line = tl.program_id(0) * BM + tl.arange(0, BM)
-    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    batch = tl.program_id(0)
+    line = tl.program_id(1) * BM + tl.arange(0, BM)
+    column = tl.program_id(2) * BN + tl.arange(0, BN)
     ks = tl.arange(0, BK)
     a_at = a_ptr + _at(batch, EXTENT, INNER, A) + line.to(tl.int64)[:, None] * a_line + ks[None, :]
     b_at = b_ptr + _at(batch, EXTENT, INNER, B) + ks.to(tl.int64)[:, None] * b_line + column[None, :]
