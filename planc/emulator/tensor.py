@@ -1,7 +1,7 @@
 """Tensor cores: in go fragments spread over the lanes of warps, and tiles in shared memory, out come products.
 
 Fragments lie in registers as the PTX manual lays them out. Products of narrow types are exact; they are summed in
-float32 in an order of the host's own, as the order of a tensor core is not documented either.
+float64, so that a sum depends neither on an order, which a tensor core does not document, nor on its place in a tile.
 """
 
 from __future__ import annotations
@@ -77,11 +77,12 @@ class Tensor:
         return packed.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[size]).reshape(len(packed), -1)
 
     def _fragment(self, registers: tuple[Array, ...], kind: str, order: Array, shape: tuple[int, int]) -> Array:
-        """float32 [warps, *shape]. One fragment goes into many products, so the last ones are kept."""
+        """float64 [warps, *shape]. One fragment goes into many products, so the last ones are kept."""
         key = (*map(id, registers), kind, shape)
         found = self._kept.get(key)
         if found is None:
-            values = floats.widen(np.take(self._elements(registers, kind), order, axis=1), kind).reshape(-1, *shape)
+            bits = np.take(self._elements(registers, kind), order, axis=1)
+            values = floats.widen(bits, kind).astype(np.float64).reshape(-1, *shape)
             if len(self._kept) >= _KEPT:
                 self._kept.pop(next(iter(self._kept)))
             found = self._kept[key] = registers, values  # the registers stay alive, so that no other gets their id
@@ -95,9 +96,7 @@ class Tensor:
     ) -> list[Array]:
         """mma.sync of m16n8: the registers of A·B + C."""
         second = self._fragment(b, right, _right_order(k, 4 // floats.SIZE[right], len(b)), (k, 8))
-        product = np.matmul(self._left(a, left, k), second).reshape(-1, 128)
-        if kind != product.dtype:
-            product = product.astype(kind)
+        product = np.matmul(self._left(a, left, k), second).astype(kind).reshape(-1, 128)
         return [np.take(product, o, axis=1).reshape(-1) + old for o, old in zip(_out_order(8), c, strict=True)]
 
     def wgmma(
@@ -118,12 +117,10 @@ class Tensor:
         if isinstance(a, tuple):
             first = self._left(a, left, k).reshape(-1, 64, k)
         else:
-            first = floats.widen(self._tile(a, 64, k, left, k_slow[0]), left)
-        second = floats.widen(self._tile(b, n, k, right, k_slow[1]), right)
-        product = (
-            sign * np.matmul(first, second.swapaxes(1, 2)) if sign != 1 else np.matmul(first, second.swapaxes(1, 2))
-        )
-        rows = product.reshape(-1, 16 * n).astype(kind, copy=False)
+            first = floats.widen(self._tile(a, 64, k, left, k_slow[0]), left).astype(np.float64)
+        second = floats.widen(self._tile(b, n, k, right, k_slow[1]), right).astype(np.float64)
+        product = np.matmul(first if sign == 1 else sign * first, second.swapaxes(1, 2))
+        rows = product.astype(kind).reshape(-1, 16 * n)
         every = keep.size == 1 and bool(keep[0])
         out = []
         for order, before in zip(_out_order(n), old, strict=True):
