@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from planc.codegen.skus import SKU, SM, skus
-from planc.codegen.target import KV_FLAGS, known, needs_fp8
+from planc.codegen.target import known, kv_flags, needs_fp8
 from planc.compiler.ir.quant import SCHEMES
 
 _HEADS = ("target", "GPU", "SM", "SMs", "memory", "bandwidth", "bf16", "fp8", "int8", "fp4", "NVLink", "--dtype")
@@ -25,7 +25,8 @@ def as_text() -> list[str]:
     return [
         *lines,
         "",
-        f"memory in GB, bandwidth and NVLink in GB/s, rates in dense TFLOP/s; --kv-cache-dtype {', '.join(KV_FLAGS)}",
+        "memory in GB, bandwidth and NVLink in GB/s, rates in dense TFLOP/s; --kv-cache-dtype bf16, f32, int8, and fp8 "
+        "where --dtype has it",
         f"also: {others}",
     ]
 
@@ -37,7 +38,7 @@ def _dtypes(sm: SM) -> list[str]:
 def _entry(sku: SKU) -> dict[str, Any]:
     figures = asdict(sku) | {"tflops": dict(sku.tflops), "sources": dict(sku.sources)}
     sm = asdict(sku.sm) | {"name": sku.sm.name}
-    return figures | {"sm": sm, "dtypes": _dtypes(sku.sm), "kv_cache_dtypes": list(KV_FLAGS)}
+    return figures | {"sm": sm, "dtypes": _dtypes(sku.sm), "kv_cache_dtypes": kv_flags(sku.sm)}
 
 
 def _row(sku: SKU) -> tuple[str, ...]:

@@ -23,9 +23,9 @@ _EXTRAS: Mapping[str, tuple[str, ...]] = {
     "amx": ("-mamx-tile", "-mamx-int8", "-mamx-bf16"),
 }
 _BASE_OF_EXTRAS = "x86-64-v4"
-# What the command line calls the elements of a cache -> their dtype, where CUDA kernels read and write it. No GPU has
-# instructions for e3m4, which the CPU's fp8 cache holds.
-KV_FLAGS: Mapping[str, str] = {"bf16": "bf16", "f32": "f32", "int8": "i8"}
+# What the command line calls the elements of a cache -> their dtype on GPUs, which have no instructions for the e3m4 of
+# the CPU's fp8 cache.
+KV_FLAGS: Mapping[str, str] = {"bf16": "bf16", "f32": "f32", "int8": "i8", "fp8": "f8e4m3"}
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ def known() -> tuple[str, ...]:
 
 
 def check_dtypes(target: Target, dtypes: Iterable[str], kv_cache_dtype: str) -> None:
-    """UsageError when the target has no instructions for what weights are stored as (dtypes or schemes), or no kernels
-    for the cache, by its name on the command line; it names the nearest pairs that are possible.
+    """UsageError when the target has no instructions for what weights are stored as (dtypes or schemes), or for the
+    cache, by its name on the command line; it names the nearest pairs that are possible.
     """
     if target.kind != "cuda":
         return
@@ -119,11 +119,16 @@ def check_dtypes(target: Target, dtypes: Iterable[str], kv_cache_dtype: str) -> 
                 f"--dtype {name} needs a GPU that multiplies fp8 (from sm_89 on); {target} is {target.arch}. Take "
                 f"--dtype int8 for it, or one of --target {near}"
             )
-    if kv_cache_dtype not in KV_FLAGS:
+    if kv_cache_dtype not in kv_flags(target.sm):
         raise UsageError(
-            f"--kv-cache-dtype {kv_cache_dtype} has no kernels on {target}; take --kv-cache-dtype int8 (as small), or "
-            "bf16"
+            f"--kv-cache-dtype {kv_cache_dtype} needs a GPU that converts fp8 (from sm_89 on); {target} is "
+            f"{target.arch}. Take --kv-cache-dtype int8 (as small) for it"
         )
+
+
+def kv_flags(sm: SM) -> list[str]:
+    """Values of --kv-cache-dtype that an SM takes."""
+    return [name for name, dtype in KV_FLAGS.items() if sm.fp8 or dtype != "f8e4m3"]
 
 
 def needs_fp8(name: str) -> bool:

@@ -3,7 +3,8 @@
 A page holds `block_size` positions of every layer, K then V, at byte offsets that are constants of the plan. Layers
 that attend to the same keys and values share one part of the page. Elements of 8 bits are followed by their scales, one
 f32 a position and head for K and one for V, so that a page is whole by itself: it is kept, shared and dropped as one.
-That scale covers the range, which leaves a bit of e4m3's exponent to the mantissa: e3m4 adds a quarter of its KL.
+That scale covers the range, which leaves a bit of e4m3's exponent to the mantissa: e3m4 adds a quarter of its KL. GPUs
+convert e4m3 alone.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from planc.compiler.ir.graph import Graph, Node, Value
 from planc.compiler.ir.types import DTYPES, Attr, TensorType
 from planc.passes.options import Options
 
-SCALED = frozenset({"i8", "f8e3m4"})  # caches whose elements have scales
+SCALED = frozenset({"i8", "f8e3m4", "f8e4m3"})  # caches whose elements have scales
 _ALIGN = 64  # bytes: a cache line, and the widest vector
 
 

@@ -11,7 +11,8 @@ from planc.passes.schemes import QuantConfig
 @dataclass(frozen=True)
 class Options:
     """`dtype` is the storage of weights: a dtype or a scheme; `quant` what is said of single modules besides; `choices`
-    what calibration found; `kv_dtype` the cache's: f32, bf16, f8e3m4 or i8; sizes count tokens or sequences.
+    what calibration found; `kv_dtype` the cache's: f32, bf16, i8, f8e3m4 or, on GPUs, f8e4m3; sizes count tokens or
+    sequences.
     """
 
     target: Target

@@ -97,5 +97,6 @@ def test_what_a_gpu_cannot_store() -> None:
         check_dtypes(parse(possible[0]), [possible[1], "f32"], "bf16")
     with pytest.raises(UsageError, match=r"--dtype fp8 needs .*sm_89 on.*a100-80g is sm_80. Take --dtype int8 .* l4, "):
         check_dtypes(parse("a100-80g"), ["bf16", "fp8"], "bf16")
-    with pytest.raises(UsageError, match=r"--kv-cache-dtype fp8 has no kernels on cuda:l4; .*int8"):
-        check_dtypes(parse("l4"), ["bf16"], "fp8")
+    check_dtypes(parse("l4"), ["bf16"], "fp8")
+    with pytest.raises(UsageError, match=r"--kv-cache-dtype fp8 needs .*sm_89 on.*; cuda:a10 is sm_86. .*int8"):
+        check_dtypes(parse("a10"), ["bf16"], "fp8")

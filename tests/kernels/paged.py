@@ -33,7 +33,7 @@ class Shape:
         for name, dim in (("k", self.k_dim), ("v", self.v_dim)):
             attrs[f"{name}_offset"] = at
             at = -(-(at + self.kv_heads * dim * self.block * DTYPES[self.dtype].itemsize) // 64) * 64
-            if self.dtype in ("i8", "f8e3m4"):
+            if self.dtype in ("i8", "f8e3m4", "f8e4m3"):
                 attrs[f"{name}_scale_offset"] = at
                 at += self.kv_heads * self.block * 4
         return attrs | {"page_bytes": at + 64}

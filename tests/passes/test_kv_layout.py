@@ -50,7 +50,7 @@ def layers(*shapes: tuple[int, int, int]) -> Graph:
 
 
 @pytest.mark.parametrize("block", [16, 48])
-@pytest.mark.parametrize("dtype", ["f32", "bf16", "i8", "f8e3m4"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "i8", "f8e3m4", "f8e4m3"])
 def test_parts_of_a_page_are_aligned_and_apart(dtype: str, block: int) -> None:
     shapes = [(2, 8, 8), (3, 5, 7), (1, 24, 16)]
     paged, _ = kv_layout(layers(*shapes), replace(OPTIONS, kv_dtype=dtype, block_size=block))
@@ -60,7 +60,7 @@ def test_parts_of_a_page_are_aligned_and_apart(dtype: str, block: int) -> None:
         attrs = dict(node.attrs)
         size = heads * block * DTYPES[dtype].itemsize
         spans += [(attrs["k_offset"], k_dim * size), (attrs["v_offset"], v_dim * size)]
-        if dtype in ("i8", "f8e3m4"):
+        if dtype in ("i8", "f8e3m4", "f8e4m3"):
             spans += [(attrs["k_scale_offset"], heads * block * 4), (attrs["v_scale_offset"], heads * block * 4)]
     spans.sort()
     (page,) = {n.attr("page_bytes") for n in paged.nodes}

@@ -13,7 +13,9 @@ from planc.compiler.ir.quant import LIMITS
 from planc.compiler.ir.types import DTYPES, TensorType
 from planc.errors import PlancError
 
-_KV = ("f32", "bf16", "i8")
+_KV = ("f32", "bf16", "i8", "f8e4m3")
+_SCALED = ("i8", "f8e4m3")  # elements that have scales
+_NO_FP8 = (80, 86)  # archs that do not convert it
 _SEQS = 128  # sequences that a program looks for its own among, at a time
 _FILLED = 256  # programs that fill any GPU: below that, keys are split
 _SPLITS = 64  # most splits of a sequence's keys: each has a sum of values in memory
@@ -36,6 +38,16 @@ class _Cache:
         """Of the elements."""
         return str(self.site.node.attr("dtype"))
 
+    @property
+    def scaled(self) -> bool:
+        """Whether they have scales."""
+        return self.dtype in _SCALED
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels read and write them."""
+        return self.dtype in _KV and not (self.dtype == "f8e4m3" and self.site.arch in _NO_FP8)
+
     @cached_property
     def constants(self) -> Mapping[str, Constant]:
         """What both kernels know of the pages. SCALES is 0 where elements have none."""
@@ -47,7 +59,7 @@ class _Cache:
             "V_PAD": _padded(v),
             "BLOCK": self.number("block"),
             "PAGE": page // DTYPES[self.dtype].itemsize,
-            "SCALES": page // 4 if self.dtype == "i8" else 0,
+            "SCALES": page // 4 if self.scaled else 0,
         }
 
     def pointers(self, kv: str) -> dict[str, tuple[str, Ref] | None]:
@@ -56,8 +68,8 @@ class _Cache:
         for name in ("k", "v"):
             parts[name] = (pointer(self.dtype), value(kv, self.number(f"{name}_offset")))
         for name in ("k", "v"):
-            scaled = self.dtype == "i8"
-            parts[f"{name}s"] = (pointer("f32"), value(kv, self.number(f"{name}_scale_offset"))) if scaled else None
+            at = self.number(f"{name}_scale_offset") if self.scaled else None
+            parts[f"{name}s"] = None if at is None else (pointer("f32"), value(kv, at))
         return parts
 
 
@@ -266,7 +278,8 @@ def _append(site: Site) -> tuple[Call, ...]:
     for name, t in zip(("K", "V"), site.inputs, strict=False):
         row, head, _ = t.strides()
         constants |= {f"{name}_ROW": row, f"{name}_HEAD": head}
-    constants |= dict(cache.constants) | {"LIMIT": LIMITS["i8"] if cache.dtype == "i8" else 0.0}
+    constants |= dict(cache.constants) | {"LIMIT": float(LIMITS[cache.dtype]) if cache.scaled else 0.0}
+    constants["WHOLE"] = cache.dtype == "i8"
     grid = (site.bucket.tokens, cache.number("heads"), 1)
     return (_call(site, "kv", "append", grid, given, constants, (kv,), {}, 1),)
 
@@ -275,7 +288,7 @@ def _fits_attention(site: Site) -> bool:
     q, out = site.inputs[0], site.out
     kinds = ("causal", "sliding", "chunked")
     return (
-        str(site.node.attr("dtype")) in _KV
+        _Cache(site).has_kernels
         and str(site.node.attr("kind")) in kinds
         and _is_view(q)
         and out.layout == "row"
@@ -284,14 +297,14 @@ def _fits_attention(site: Site) -> bool:
 
 
 def _fits_append(site: Site) -> bool:
-    return str(site.node.attr("dtype")) in _KV and _is_view(site.inputs[0]) and _is_view(site.inputs[1])
+    return _Cache(site).has_kernels and _is_view(site.inputs[0]) and _is_view(site.inputs[1])
 
 
 def _is_view(t: TensorType) -> bool:
     return t.dtype in ("f32", "bf16") and (t.layout == "row" or t.layout.startswith("strides:"))
 
 
-_CACHES = "caches of " + ", ".join(_KV)
+_CACHES = "caches of " + ", ".join(_KV) + " (from sm_89 on)"
 ATTENTION: tuple[Row, ...] = (
     Row(
         "paged_attention",

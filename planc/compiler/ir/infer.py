@@ -251,7 +251,7 @@ def kv_append(attrs: Attrs, types: Types) -> Out:
 
 def _cache(op: str, attrs: Attrs) -> None:
     """Elements of 8 bits have scales in the page, others have none."""
-    scaled = attrs["dtype"] in ("i8", "f8e3m4")
+    scaled = attrs["dtype"] in ("i8", "f8e3m4", "f8e4m3")
     want(scaled or attrs["dtype"] in ("f32", "bf16"), f"{op}: no cache of {attrs['dtype']}")
     for name in ("k_scale_offset", "v_scale_offset"):
         want((name in attrs) == scaled, f"{op}: a cache of {attrs['dtype']} {'needs' if scaled else 'has no'} {name}")

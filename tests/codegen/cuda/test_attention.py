@@ -13,7 +13,7 @@ from tests.kernels.harness import Case, assert_close, assert_same_bits, case, f3
 from tests.kernels.paged import Shape, empty_cache, page_table, slots
 from tests.kernels.test_attention import World, attention
 
-BOUNDS = {"f32": 2e-6, "bf16": 1e-2, "i8": 1e-2}
+BOUNDS = {"f32": 2e-6, "bf16": 1e-2, "i8": 1e-2, "f8e4m3": 1e-2}
 ROWS = {  # name -> geometry and what differs from the plain causal mask
     "mha": (Shape(2, 2, 16, 16), {}),
     "gqa 3, bf16": (Shape(9, 3, 64, 64, dtype="bf16"), {}),
@@ -28,6 +28,7 @@ ROWS = {  # name -> geometry and what differs from the plain causal mask
     "sinks, bf16": (Shape(4, 2, 16, 33, dtype="bf16"), {"sinks": True}),
     "alibi": (Shape(6, 3, 16, 20), {"alibi": True}),
     "softcap, bf16": (Shape(4, 4, 24, 24, dtype="bf16"), {"softcap": 3.0}),
+    "gqa 4, f8": (Shape(8, 2, 64, 80, dtype="f8e4m3"), {}),
     "all at once": (
         Shape(6, 2, 24, 24, block=64),
         {"kind": "sliding", "window": 70, "softcap": 3.0, "sinks": True, "alibi": True},
@@ -130,13 +131,16 @@ def test_sm_121_has_the_kernels_of_sm_120() -> None:
 
 def test_what_has_no_kernel_is_named() -> None:
     c = attention(Shape(2, 2, 16, 16, dtype="f8e3m4"), {})
-    with pytest.raises(PlancError, match=r"paged_attention .* has no kernel on sm_90 .*caches of f32, bf16, i8"):
+    with pytest.raises(
+        PlancError, match=r"paged_attention .* has no kernel on sm_90 .*caches of f32, bf16, i8, f8e4m3"
+    ):
         made(c, Bucket(1, 1, 1), 4)
     with pytest.raises(PlancError, match="the width of its rows must be a number"):
         made(CASES["mha"], Bucket(1, 1, 1), "M")  # type: ignore[arg-type]
 
 
 APPENDS = [Shape(2, 2, 16, 24), Shape(9, 3, 80, 21, dtype="bf16"), Shape(4, 2, 21, 35, dtype="i8", pad=64)]
+APPENDS_F8 = Shape(4, 2, 35, 21, dtype="f8e4m3")
 
 
 def check_append(shape: Shape, runner: Runner, arch: int = 90) -> None:
@@ -160,6 +164,6 @@ def check_append(shape: Shape, runner: Runner, arch: int = 90) -> None:
     assert floats.all() if shape.dtype != "bf16" else len(differing) <= 2
 
 
-@pytest.mark.parametrize("shape", APPENDS)
+@pytest.mark.parametrize("shape", [*APPENDS, APPENDS_F8])
 def test_append_writes_what_the_reference_writes(shape: Shape) -> None:
     check_append(shape, launch)

@@ -9,7 +9,7 @@ from planc.codegen.cuda import attention as rows
 from planc.codegen.cuda.call import Bucket
 from planc.compiler.ir.ops import OPS
 from tests.codegen.cuda.paged import Runner, attend, emulated
-from tests.codegen.cuda.test_attention import APPENDS, BOUNDS, CASES, ROWS, check_append
+from tests.codegen.cuda.test_attention import APPENDS, APPENDS_F8, BOUNDS, CASES, ROWS, check_append
 from tests.kernels.harness import assert_close, assert_same_bits
 from tests.kernels.paged import Shape
 from tests.kernels.test_attention import World
@@ -17,6 +17,7 @@ from tests.kernels.test_attention import World
 _matmul = np.matmul
 QUICK = {(90, "gqa 3, bf16"), (80, "all at once, i8")}
 SLOW = [(arch, name) for arch in (80, 89, 90, 120) for name in ("gqa 3, bf16", "all at once", "all at once, i8")]
+SLOW += [(89, "gqa 4, f8"), (90, "gqa 4, f8"), (120, "gqa 4, f8")]
 SLOW += [(90, "head 256, sliding, bf16"), (90, "sinks, bf16"), (120, "softcap, bf16"), (80, "alibi")]
 
 
@@ -80,6 +81,7 @@ def test_close_and_no_bit_depends_on_the_step(
 
 def appends() -> list[object]:
     rows = [(arch, shape) for arch in (80, 89, 90, 120) for shape in APPENDS]
+    rows += [(arch, APPENDS_F8) for arch in (89, 90, 120)]
     quick = (90, APPENDS[-1])
     return [pytest.param(*row, marks=() if row == quick else pytest.mark.slow) for row in rows]
 

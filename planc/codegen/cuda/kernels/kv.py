@@ -9,15 +9,16 @@ import triton.language as tl
 
 
 @triton.jit
-def _codes(x, LIMIT: tl.constexpr):
-    """Whole numbers up to LIMIT and the scale of a vector. One that is not finite has the scale NaN and codes of 0."""
+def _codes(x, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
+    """Numbers up to LIMIT and the scale of a vector. One that is not finite has the scale NaN and codes of 0."""
     top = tl.max(tl.abs(x), axis=0)
     broken = tl.sum(x * 0.0, axis=0) != 0.0  # NaN, where a maximum would drop it
     scale = tl.div_rn(top, LIMIT)
     ratio = tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale))
     ratio = tl.minimum(tl.maximum(ratio, -LIMIT), LIMIT)
-    nearest = (ratio + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest whole number, halves to the even one
-    return tl.where(broken, 0.0, nearest), tl.where(broken, float("nan"), scale)
+    if WHOLE:
+        ratio = (ratio + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest whole number, halves to the even one
+    return tl.where(broken, 0.0, ratio), tl.where(broken, float("nan"), scale)
 
 
 @triton.jit
@@ -41,6 +42,7 @@ def append(
     PAGE: tl.constexpr,
     SCALES: tl.constexpr,
     LIMIT: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """One token and head a program. A token whose slot is negative is padding, and writes nothing."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -51,8 +53,8 @@ def append(
         k = tl.load(k_ptr + token * K_ROW + head * K_HEAD + i, mask=i < K_DIM, other=0.0).to(tl.float32)
         v = tl.load(v_ptr + token * V_ROW + head * V_HEAD + j, mask=j < V_DIM, other=0.0).to(tl.float32)
         if LIMIT > 0.0:
-            k, k_scale = _codes(k, LIMIT)
-            v, v_scale = _codes(v, LIMIT)
+            k, k_scale = _codes(k, LIMIT, WHOLE)
+            v, v_scale = _codes(v, LIMIT, WHOLE)
             at = page * SCALES + head * BLOCK + inside
             tl.store(k_scales_ptr + at, k_scale)
             tl.store(v_scales_ptr + at, v_scale)
