@@ -113,6 +113,13 @@ class _Product:
         self.slots = int(inner[0]) if self.experts else 1
         self.rows = site.bucket.size(out.shape[0]) * prod(int(d) for d in inner)
 
+    @property
+    def ragged(self) -> bool:
+        """Whether x or the weight lies so that no 16 bytes can be read at once."""
+        names = (self.site.node.inputs[i] for i in (self.at.x, self.at.parts[0]))
+        steps = (self.k, *self.site.inputs[self.at.x].strides()[:-1])
+        return any(n % 16 for n in steps) or not all(map(self.site.is_aligned, names))
+
     def input(self, name: str, index: int | None) -> None:
         """A pointer to an input, or None where the node has none."""
         if index is None:
@@ -239,7 +246,7 @@ def _routing(p: _Product, tile: Tile, tiles: int, bytes_: Mapping[str, int]) -> 
 def _floats(site: Site) -> tuple[Call, ...]:
     p = _Product(site)
     x, w = site.inputs[p.at.x], _weight(site)
-    tile = dense_tiles.floats(site.arch, p.rows, p.n, p.k, x.itemsize, w.itemsize)
+    tile = dense_tiles.floats(site.arch, p.rows, p.n, x.itemsize, w.itemsize, ragged=p.ragged)
     p.input("x_ptr", p.at.x)
     p.input("w_ptr", p.at.parts[0])
     p.input("bias_ptr", p.at.bias)
@@ -250,7 +257,7 @@ def _floats(site: Site) -> tuple[Call, ...]:
 def _codes(site: Site) -> tuple[Call, ...]:
     p, row = _Product(site), _scheme(site)
     assert row is not None
-    tile = dense_tiles.codes(site.arch, p.rows, p.n, p.k)
+    tile = dense_tiles.codes(site.arch, p.rows, p.n, ragged=p.ragged)
     p.input("x_ptr", p.at.x)
     p.input("row_scales_ptr", p.at.row_scales)
     p.input("w_ptr", p.at.parts[0])
@@ -269,9 +276,10 @@ def _widened(site: Site) -> tuple[Call, ...]:
     assert row is not None
     x_bytes = site.inputs[p.at.x].itemsize
     if row.name == "mxfp4":
-        tile = dense_tiles.spread(site.arch, p.rows, x_bytes)
+        tile = dense_tiles.spread(site.arch, p.rows, x_bytes, ragged=p.ragged)
     else:
-        tile = dense_tiles.widened(site.arch, p.rows, x_bytes, 8 if row.codes == "i8" else 4, row.group)
+        bits = 8 if row.codes == "i8" else 4
+        tile = dense_tiles.widened(site.arch, p.rows, x_bytes, bits, row.group, ragged=p.ragged)
     p.input("x_ptr", p.at.x)
     p.input("w_ptr", p.at.parts[0])
     p.input("scales_ptr", p.at.parts[1])

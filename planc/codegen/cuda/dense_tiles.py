@@ -1,5 +1,8 @@
 """Tiles of products: in go an arch, what is multiplied and how many rows, out come the tile's sizes, warps and stages.
 
+Rows or weights that are `ragged` do not allow accesses of 16 bytes: each element is loaded by itself, and the registers
+of large tiles would not hold their addresses.
+
 The one place that chooses. What a choice may depend on: BK on the weight alone, since it orders additions; BM on the
 rows of the bucket. On sm_90 and sm_100 at least 64 rows (channels, where operands are swapped) make every bucket use
 the same instruction, on the others any multiple of 16 does.
@@ -26,48 +29,49 @@ class Tile:
     stages: int
 
 
-def floats(arch: int, rows: int, n: int, k: int, x_bytes: int, w_bytes: int) -> Tile:
+def floats(arch: int, rows: int, n: int, x_bytes: int, w_bytes: int, *, ragged: bool) -> Tile:
     """x times a weight of bf16, or of f32, which has no tensor cores."""
     if w_bytes == 4:
         bm = _step(rows, 16, 64)
         return Tile(bm, 64 if bm == 64 else 32, 32, 8 if bm == 64 else 4, 3)
-    return _rows_first(arch, rows, n, k, 64, x_bytes, w_bytes)
+    return _rows_first(arch, rows, n, 64, x_bytes, w_bytes, ragged)
 
 
-def codes(arch: int, rows: int, n: int, k: int) -> Tile:
+def codes(arch: int, rows: int, n: int, *, ragged: bool) -> Tile:
     """Codes of 8 bits times codes of 8 bits."""
-    return _rows_first(arch, rows, n, k, 128, 1, 1)
+    return _rows_first(arch, rows, n, 128, 1, 1, ragged)
 
 
-def widened(arch: int, rows: int, x_bytes: int, code_bits: int, group: int | None) -> Tile:
+def widened(arch: int, rows: int, x_bytes: int, code_bits: int, group: int | None, *, ragged: bool) -> Tile:
     """x times codes that are widened in registers; rows are the columns of its products. BK divides the group."""
-    return _channels_first(arch, rows, 32 if code_bits == 4 and group == 32 else 64, x_bytes, code_bits)
+    return _channels_first(arch, rows, 32 if code_bits == 4 and group == 32 else 64, x_bytes, code_bits, ragged)
 
 
-def spread(arch: int, rows: int, x_bytes: int) -> Tile:
+def spread(arch: int, rows: int, x_bytes: int, *, ragged: bool) -> Tile:
     """Like `widened`, where scales of small groups widen with the codes: BK is a multiple of the group."""
-    return _channels_first(arch, rows, 64, x_bytes, 4)
+    return _channels_first(arch, rows, 64, x_bytes, 4, ragged)
 
 
-def _rows_first(arch: int, rows: int, n: int, k: int, bk: int, x_bytes: int, w_bytes: int) -> Tile:
+def _rows_first(arch: int, rows: int, n: int, bk: int, x_bytes: int, w_bytes: int, ragged: bool) -> Tile:
     most = 128 if _BUDGET[arch] > 100 << 10 else 64
     bm = _step(rows, 64 if arch in _WARPGROUP else 16, most)
     narrow = 32 if -(-n // 64) < _FULL else 64
     bn = narrow if rows <= 64 else 128
-    if k % 16:  # each element is loaded by itself: larger tiles do not fit into registers
+    if ragged:
         bm, bn = min(bm, 64), 32
     wide = bm * bn >= 128 * 128 if arch in _WARPGROUP else bm >= 64  # by what registers a thread has
     # Where tensor cores read registers, a stage's values are there before its memory is filled again: one stage more.
     extra = 0 if arch in _WARPGROUP else 1
     stages = _stages(arch, bm * bk * x_bytes + bn * bk * w_bytes) + extra
-    return Tile(bm, bn, bk, 8 if wide else 4, 2 if k % 16 else stages)
+    return Tile(bm, bn, bk, 8 if wide else 4, 2 if ragged else stages)
 
 
-def _channels_first(arch: int, rows: int, bk: int, x_bytes: int, code_bits: int) -> Tile:
-    bm = _step(rows, 16, 64)
+def _channels_first(arch: int, rows: int, bk: int, x_bytes: int, code_bits: int, ragged: bool) -> Tile:
+    bm = _step(rows, 16, 32 if ragged else 64)
     bn = 64 if bm < 64 else 128
     warps = 8 if bm == 64 else 4
-    return Tile(bm, bn, bk, warps, _stages(arch, bm * bk * x_bytes + bn * bk * code_bits // 8))
+    stages = _stages(arch, bm * bk * x_bytes + bn * bk * code_bits // 8)
+    return Tile(bm, bn, bk, warps, 2 if ragged else stages)
 
 
 def _step(rows: int, least: int, most: int) -> int:
