@@ -34,6 +34,8 @@ def _for_cuda(graph: Graph, options: Options) -> tuple[Graph, int]:
     graph = _copy_views(replace(graph, weights=paired), options)
     kernels = [n for n in graph.nodes if not OPS[n.op].view]
     for n in kernels:
+        if OPS[n.op].collective:  # the library of the ranks runs it
+            continue
         _calls(n, _types(n, graph), options)
     return graph, len(kernels)
 
@@ -85,6 +87,8 @@ def _unreadable(n: Node, graph: Graph, options: Options) -> list[str]:
     strided = [i for i, t in zip(n.inputs, types, strict=True) if _is_strided(t)]
     if not strided:
         return []
+    if options.target.kind == "cuda" and OPS[n.op].collective:
+        return strided
     try:
         if options.target.kind == "cuda":
             _calls(n, types, options)

@@ -17,6 +17,7 @@ from planc.errors import PlancError
 LAUNCHES = "kernels/launches.json"
 ARENAS = ("weights", "kv", "act", "io")
 INPUTS = ("ids", "positions", "slots", "page_table", "query_start", "logit_rows")  # the buffers of `io`, all int32
+COLLECTIVES = ("all_reduce", "all_gather")  # launches that no kernel of the plan runs, but the library of the ranks
 KV = "kv"  # the one buffer of the arena kv, whose size the executor decides
 FORMATS = {"buffer": "<Q", "i32": "<i", "i64": "<q", "f32": "<f"}
 
@@ -67,7 +68,11 @@ class Arg:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel on a grid; `deps` are indices of launches before it that must have ended."""
+    """One kernel on a grid; `deps` are indices of launches before it that must have ended.
+
+    A collective of all ranks has its op's name in the place of a kernel's, and the arguments: a rank's part, where the
+    result goes (of all_gather: the parts one behind the other), the elements of a part, all f32.
+    """
 
     kernel: str
     grid: tuple[int, int, int]
@@ -202,12 +207,15 @@ def _buffer_problems(plan: LaunchPlan, buffer: Buffer) -> Iterator[str]:
 
 
 def _launch_problems(plan: LaunchPlan, index: int, launch: Launch) -> Iterator[str]:
+    if not all(isinstance(d, int) and 0 <= d < index for d in launch.deps):
+        yield f"{launch.kernel} depends on {list(launch.deps)}, expected launches before it"
+    if launch.kernel in COLLECTIVES:
+        yield from _collective_problems(plan, launch)
+        return
     binary = plan.binary.get(launch.kernel)
     if binary is None:
         yield f"there is no kernel {launch.kernel!r}"
         return
-    if not all(isinstance(d, int) and 0 <= d < index for d in launch.deps):
-        yield f"{launch.kernel} depends on {list(launch.deps)}, expected launches before it"
     if len(launch.grid) != 3 or min(launch.grid) < 1:
         yield f"{launch.kernel} has the grid {list(launch.grid)}, expected three numbers of at least 1"
     expected = len(binary.params) - binary.hidden
@@ -219,6 +227,15 @@ def _launch_problems(plan: LaunchPlan, index: int, launch: Launch) -> Iterator[s
             yield f"argument {number} of {launch.kernel} is {arg.kind!r}, expected one of {size} bytes"
         elif arg.kind == "buffer" and arg.value not in plan.buffer:
             yield f"argument {number} of {launch.kernel}: there is no buffer {arg.value!r}"
+
+
+def _collective_problems(plan: LaunchPlan, launch: Launch) -> Iterator[str]:
+    kinds = tuple(a.kind for a in launch.args)
+    if kinds != ("buffer", "buffer", "i64"):
+        yield f"{launch.kernel} has arguments {', '.join(kinds)}, expected two buffers and a count"
+    for arg in launch.args[:2]:
+        if arg.value not in plan.buffer:
+            yield f"{launch.kernel}: there is no buffer {arg.value!r}"
 
 
 def _binary(b: Binary) -> list[Any]:

@@ -8,8 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planc.codegen.cuda.call import Bucket, Call, Ref, TritonKernel, calls
+from planc.codegen.cuda.call import scratch as scratch_ref
+from planc.codegen.cuda.call import value as value_ref
+from planc.codegen.cuda.collective import GATHERED, elements, places
 from planc.codegen.cuda.hazards import Hazards, Span
 from planc.compiler.ir.graph import Graph, Node
+from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.types import PACKED, TensorType
 from planc.errors import PlancError
 from planc.plans.launches import INPUTS, KV, Arg, Binary, Buffer, Launch, LaunchPlan, StepGraph
@@ -132,17 +136,38 @@ class _Lowering:
 
     def step(self, bucket: Bucket) -> StepGraph:
         """The launches of a bucket."""
-        hazards, launches = Hazards(), []
+        hazards, launches = Hazards(), list[Launch]()
         for node in self.graph.nodes:
-            made = calls(node, self.types, self.sm, bucket, self.aligned)
+            collective = OPS[node.op].collective
+            if collective:
+                launches.append(self._collective(node, bucket, hazards))
+            make = self._placing if collective else self._calls
+            made = make(node, bucket)
             scratch = self._scratch(made)
             for call in made:
                 self.kernels.setdefault(call.kernel.name, call.kernel)
                 args = tuple(self._arg(ref, scratch) for ref in call.args)
                 reads, writes = (self._spans(side, node, scratch, bucket) for side in (call.reads, call.writes))
-                deps = hazards.add(reads, writes)
-                launches.append(Launch(call.kernel.name, call.grid, args, deps))
+                launches.append(Launch(call.kernel.name, call.grid, args, hazards.add(reads, writes)))
         return StepGraph(bucket.tokens, bucket.seqs, bucket.rows, tuple(launches))
+
+    def _calls(self, node: Node, bucket: Bucket) -> tuple[Call, ...]:
+        return calls(node, self.types, self.sm, bucket, self.aligned)
+
+    def _placing(self, node: Node, bucket: Bucket) -> tuple[Call, ...]:
+        return places(node, self.types, bucket) if node.op == "all_gather" else ()
+
+    def _collective(self, node: Node, bucket: Bucket, hazards: Hazards) -> Launch:
+        """A launch of the ranks' library: its kernel is the op's name, its arguments a rank's part, the result and the
+        elements of the part. All ranks must make them in one order, so each waits for the one before.
+        """
+        count = elements(node, self.types, bucket)
+        scratch = self._scratch(self._placing(node, bucket))
+        result = scratch_ref(GATHERED) if scratch else value_ref(node.out.name)
+        args = tuple(self._arg(ref, scratch) for ref in (value_ref(node.inputs[0]), result, Ref("i64", count)))
+        reads = self._spans([node.inputs[0]], node, scratch, bucket)
+        writes = self._spans([str(result.value)], node, scratch, bucket)
+        return Launch(node.op, (1, 1, 1), args, hazards.add(reads, [*writes, ("ranks", 0, 1)]))
 
     def _scratch(self, made: Sequence[Call]) -> dict[str, tuple[int, int]]:
         """Where a node's scratch buffers begin and end; one node after the other uses the same bytes."""
