@@ -231,6 +231,15 @@ def as_json(storage: QuantConfig) -> str:
     return json.dumps(said | {"modules": dict(storage.modules)}, indent=1)
 
 
+def refuse_ranks(a: Accuracy, most: Limits, scheme: str) -> PlancError:
+    """The error of a build of several ranks: what would pass is looked for in plans of one."""
+    found = f" Worst: {'; '.join(worst((), a.weights))}." if a.weights else ""
+    return PlancError(
+        f"the {scheme} plan is {told(a, most)}, so it was not published.{found} Build it with --tp 1, which looks for "
+        "what to store wider, and give what it prints to --tp in a --quant-config; or choose a wider --dtype."
+    )
+
+
 def refuse(a: Accuracy, most: Limits, found: Sequence[Group], mixed: QuantConfig | None, scheme: str) -> PlancError:
     """The error of a build that is too far from its model; `mixed` is a storage that was measured to pass."""
     lines = f"the {scheme} plan is {told(a, most)}, so it was not published."

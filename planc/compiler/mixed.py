@@ -53,7 +53,7 @@ def passing(
     if excess <= 1:
         return _kept(first, most, ())
     if first.options.tp > 1:  # single modules are measured in plans of one rank
-        raise gate.refuse(first.plan.accuracy, most, [], None, first.options.dtype)
+        raise gate.refuse_ranks(first.plan.accuracy, most, first.options.dtype)
     progress.say(f"the {first.options.dtype} plan is {gate.told(first.plan.accuracy, most)}: looking for what helps")
     found = _costs(first, root, make, source, text, progress)
     search = Search.start(first.options.storage, most, found, excess)

@@ -166,7 +166,7 @@ BETWEEN = {
 
 @pytest.mark.parametrize("what", BETWEEN)
 def test_what_lies_between_two_products(what: str) -> None:
-    """It runs on parts where it can: the second product then sums over ranks. Where it cannot, all of it stays whole."""
+    """It runs on parts where it can: the second product then sums over ranks. Where it cannot, all stays whole."""
     between, last, width, splits = BETWEEN[what]
     made, error = both_ways(_mlp(between, last, width), 3)
     assert error < 2e-6

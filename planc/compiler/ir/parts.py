@@ -44,17 +44,24 @@ def pieces(
     made = infer(recipe)
     count = int(made.shape[0]) if len(made.shape) > 2 else 1
     pace = max(1, _PIECE * count // max(made.nbytes(), 1))
-    if pace >= count or not _splits(part(recipe, 0, 0, pace), rows is not None):
+    if pace >= count or not _splits(part(recipe, 0, 0, pace), part(recipe, 0, pace, count), rows is not None):
         yield evaluate(recipe, read, constants, rows)
         return
     for at in range(0, count, pace):
         yield evaluate(part(recipe, 0, at, min(at + pace, count)), read, constants, rows)
 
 
-def _splits(taken: Recipe, ranges: bool) -> bool:
-    """Whether a part goes down to whole tensors, or to ranges if those can be read: the rest is better made once."""
+def _splits(taken: Recipe, rest: Recipe, ranges: bool) -> bool:
+    """Whether a part goes down to tensors that the rest has no use for, or to ranges if those can be read: else the
+    whole is better made once.
+    """
+    shared = set(taken.loads).intersection(rest.loads)
     cuts = [r for r in taken.steps() if r.op == "slice" and r.inputs[0].op != "slice"]
-    return all(ranges and r.inputs[0].op == "load" and r.get("axis") == 0 for r in cuts)
+    return all(_reads_once(r.inputs[0], ranges and r.get("axis") == 0, shared) for r in cuts)
+
+
+def _reads_once(cut: Recipe, in_range: bool, shared: set[str]) -> bool:
+    return cut.op == "load" and (in_range or str(cut.get("name")) not in shared)
 
 
 def _shape(recipe: Recipe) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import pytest
 
 from planc.compiler.ir.parts import part, pieces
 from planc.compiler.ir.recipe import Recipe, cast, evaluate, infer, load, step
+from planc.compiler.ir.shards import of_rank, shard
 from planc.passes.quantize import _lossless, narrow
 
 RNG = np.random.default_rng(0)
@@ -38,6 +39,8 @@ RECIPES = {
     "half": step("slice", FUSED, axis=1, start=WIDE, stop=2 * WIDE),
     "some": step("slice", FUSED, axis=0, start=1, stop=5),
     "rows": step("reshape", FLAT, shape=(EXPERTS, WIDE, DEEP)),
+    "columns of a rank": of_rank(shard(stack("g"), 2, (((0, 4),), ((4, 8),))), 1),
+    "rows of a rank": of_rank(shard(GATE_UP, 1, (((0, 9), (64, 73)), ((9, 18), (73, 82)))), 1),
     "added": step("add", GATE_UP, scalar=1.0),
 }
 
