@@ -66,15 +66,22 @@ def _built() -> Path:
     path = cache_dir() / "emulator" / key / _NAME
     if path.exists():
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        made = Path(scratch) / _NAME
-        try:
-            subprocess.run([*command, "-o", made, _SOURCE], check=True, capture_output=True, text=True)
-        except (OSError, subprocess.CalledProcessError) as e:
-            detail = getattr(e, "stderr", "") or e
-            raise PlancError(
-                f"the stand-in driver did not compile ({detail}); install a C compiler, or set CC"
-            ) from None
-        made.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            made = Path(scratch) / _NAME
+            _compile([*command, "-o", str(made), str(_SOURCE)])
+            made.replace(path)
+    except OSError as e:
+        raise PlancError(f"cannot write to the cache {path.parent} ({e}); set PLANC_CACHE_DIR") from None
     return path
+
+
+def _compile(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        detail = (done.stderr or f"exit code {done.returncode}") if done.returncode else ""
+    except OSError as e:
+        detail = str(e)
+    if detail:
+        raise PlancError(f"the stand-in driver did not compile ({detail.strip()}); install a C compiler, or set CC")

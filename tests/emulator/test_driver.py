@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -122,6 +123,18 @@ def test_a_real_driver_in_the_process_is_not_replaced(tmp_path) -> None:
     ended = subprocess.run([sys.executable, "-c", script, library], capture_output=True, text=True, timeout=120)
     assert "run planc verify --emulate as a process of its own" in ended.stderr
     assert "replaced" not in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("compiler", "cache", "says"),
+    [("cc-absent", "cache", "install a C compiler, or set CC"), ("cc", "file/cache", "set PLANC_CACHE_DIR")],
+)
+def test_a_library_that_cannot_be_built(compiler: str, cache: str, says: str, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    script = "from planc.emulator import library; library.install(lambda name: None)"
+    environment = os.environ | {"CC": compiler, "PLANC_CACHE_DIR": str(tmp_path / cache)}
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
+    assert says in ended.stderr.splitlines()[-1]
 
 
 # --- TMA
