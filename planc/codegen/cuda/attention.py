@@ -21,6 +21,7 @@ _FILLED = 256  # programs that fill any GPU: below that, keys are split
 _SPLITS = 64  # most splits of a sequence's keys: each has a sum of values in memory
 _SPLIT = 512  # positions of a split, at least
 _HEADS = 4  # that one program merges
+_RUN = 16  # keys of one access, at most: 16 bytes of codes
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ class _Attention:
             "SPLIT": self.split,
             "SEQS": _SEQS,
             **self.cache.constants,
+            "RUN": min(self.cache.number("block") & -self.cache.number("block"), _RUN),
             "WIDE": self.cache.dtype == "f32",
             **self._window,
             "SCALE": self.site.number("scale"),

@@ -28,6 +28,9 @@ ROWS = {  # name -> geometry and what differs from the plain causal mask
     "sinks, bf16": (Shape(4, 2, 16, 33, dtype="bf16"), {"sinks": True}),
     "alibi": (Shape(6, 3, 16, 20), {"alibi": True}),
     "softcap, bf16": (Shape(4, 4, 24, 24, dtype="bf16"), {"softcap": 3.0}),
+    "block 8": (Shape(2, 2, 16, 16, block=8, dtype="bf16"), {}),
+    "block 24": (Shape(2, 2, 16, 16, block=24, dtype="bf16"), {}),
+    "block 128": (Shape(2, 2, 16, 16, block=128, dtype="bf16"), {}),
     "gqa 4, f8": (Shape(8, 2, 64, 80, dtype="f8e4m3"), {}),
     "all at once": (
         Shape(6, 2, 24, 24, block=64),

@@ -105,6 +105,7 @@ def _split(
     K_PAD: tl.constexpr,
     V_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
     PAGE: tl.constexpr,
     SCALES: tl.constexpr,
     SCALE: tl.constexpr,
@@ -123,8 +124,8 @@ def _split(
         page = tl.load(table_ptr + at // BLOCK, mask=there, other=0).to(tl.int64)
         inside = at % BLOCK
 
-        # BLOCK keys lie together, which cannot be seen through the page table
-        k_at = tl.max_contiguous(tl.multiple_of(page * PAGE + inside, BLOCK), BLOCK)
+        # RUN keys and more lie together in a page, which cannot be seen through the page table
+        k_at = tl.max_contiguous(tl.multiple_of(page * PAGE + inside, RUN), RUN)
         k_of = k_ptr + k_at[None, :] + (i * BLOCK)[:, None]
         k = tl.load(k_of, mask=(at // BLOCK * BLOCK < end)[None, :] & (i < K_DIM)[:, None], other=0.0)
         s = tl.dot(q, k.to(q.dtype), input_precision="ieee")
@@ -218,6 +219,7 @@ def attend(
     K_PAD: tl.constexpr,
     V_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
     PAGE: tl.constexpr,
     SCALES: tl.constexpr,
     WIDE: tl.constexpr,
@@ -262,6 +264,7 @@ def attend(
                 K_PAD,
                 V_PAD,
                 BLOCK,
+                RUN,
                 PAGE,
                 SCALES,
                 SCALE,
@@ -306,6 +309,7 @@ def attend_split(
     K_PAD: tl.constexpr,
     V_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
     PAGE: tl.constexpr,
     SCALES: tl.constexpr,
     WIDE: tl.constexpr,
@@ -351,6 +355,7 @@ def attend_split(
                 K_PAD,
                 V_PAD,
                 BLOCK,
+                RUN,
                 PAGE,
                 SCALES,
                 SCALE,
