@@ -226,16 +226,6 @@ def i32(number: int) -> Ref:
     return Ref("i32", number)
 
 
-def i64(number: int) -> Ref:
-    """An int argument of 64 bits."""
-    return Ref("i64", number)
-
-
-def f32(number: float) -> Ref:
-    """A float argument."""
-    return Ref("f32", number)
-
-
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)

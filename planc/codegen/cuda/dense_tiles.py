@@ -53,7 +53,8 @@ def spread(arch: int, rows: int, x_bytes: int, *, ragged: bool) -> Tile:
 
 
 def _rows_first(arch: int, rows: int, n: int, bk: int, x_bytes: int, w_bytes: int, ragged: bool) -> Tile:
-    most = 128 if _BUDGET[arch] > 100 << 10 else 64
+    # Codes of 8 bits are put in order in registers before mma.sync takes them: a tile of 128 x 128 leaves no room.
+    most = 128 if arch in _WARPGROUP or (_BUDGET[arch] > 100 << 10 and w_bytes > 1) else 64
     bm = _step(rows, 64 if arch in _WARPGROUP else 16, most)
     narrow = 32 if -(-n // 64) < _FULL else 64
     bn = narrow if rows <= 64 else 128
