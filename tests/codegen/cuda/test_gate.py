@@ -101,7 +101,7 @@ def linear(x_ptr, w_ptr, y_ptr, BM: tl.constexpr, BK: tl.constexpr):
         (90, 64, 64, ""),
         (90, 16, 64, "it has no HGMMA, but HMMA"),
         (89, 16, 64, ""),
-        (89, 64, 1024, r"it takes \d+ B of shared memory, and a block may have 101376"),
+        (89, 64, 512, r"it takes \d+ B of shared memory, and a block may have 101376"),
     ],
 )
 def test_real_cubins(
