@@ -82,8 +82,8 @@ def with_library(root, plan, name):
 def test_unfit_plans_are_named(root, plan):
     with pytest.raises(PlancError, match="--weights none"):
         CpuExecutor(root, replace(plan, weight_files=(), options=replace(plan.options, weights="none")), 2)
-    with pytest.raises(PlancError, match=r"rank1\.safetensors is missing"):
-        CpuExecutor(root, replace(plan, weight_files=("weights/rank1.safetensors",)), 2)
+    with pytest.raises(PlancError, match=r"gone\.safetensors is missing"):
+        CpuExecutor(root, replace(plan, weight_files=("weights/gone.safetensors",)), 2)
     program = replace(plan.program, weights=("other", "nowhere"))
     with pytest.raises(PlancError, match="'nowhere' is missing"):
         CpuExecutor(root, replace(plan, program=program), 2)
