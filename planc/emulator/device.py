@@ -127,19 +127,18 @@ class Statistics:
 class State:
     """One emulated GPU. `texts` maps the sha256 of a cubin to its PTX."""
 
-    def __init__(self, device: Device, texts: Mapping[str, str], seed: int) -> None:
+    def __init__(self, device: Device, texts: Mapping[str, str], seed: int, check_order: bool = True) -> None:
         self.device, self.texts = device, texts
         self.memory = Memory(device.memory)
         self.random = random.Random(seed)
         self.handles: dict[int, Any] = {}
         self.streams: dict[int, list[Callable[[], object]]] = {0: []}
         self.pinned: dict[int, int] = {}
-        self.current = 0
         self.text = ""  # of the last failure
         self.broken: Failure | None = None  # a GPU does nothing more after a kernel has failed
         self.reach: Mapping[int, Sequence[Reach]] = {}  # by graph, of each launch
         self.unwatched: tuple[int, ...] = ()  # allocations that launches only read
-        self.check_order = True
+        self.check_order = check_order
         self.statistics = Statistics()
         self._next = 0x10000
 

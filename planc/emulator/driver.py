@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any
@@ -59,24 +60,25 @@ class _KernelNodeParams(ctypes.Structure):
     )
 
 
-_state: State | None = None
+_states: Sequence[State] = ()  # the GPUs of this process's driver
+_thread = threading.local()  # `current`: the number of the GPU that the thread's calls are for
 _KEPT: dict[str, Any] = {}  # C function pointers by name
 _CALLS: dict[str, tuple[tuple[Any, ...], Callable[..., None]]] = {}
 _ALWAYS = ("cuGetErrorString", "cuGetErrorName", "cuInit", "cuCtxSetCurrent", "cuGraphExecDestroy")
 
 
 @contextmanager
-def active(state: State) -> Iterator[None]:
-    """Makes a GPU the only one of this process's driver."""
-    global _state
+def active(*states: State) -> Iterator[None]:
+    """Makes these the GPUs of this process's driver."""
+    global _states
     library.install(_find)
-    if _state is not None:
+    if _states:
         raise PlancError("an emulated GPU is in use already; end that one first")
-    _state = state
+    _states, _thread.current = states, 0
     try:
         yield
     finally:
-        _state = None
+        _states = ()
 
 
 def _find(name: str) -> int | None:
@@ -90,9 +92,9 @@ def _find(name: str) -> int | None:
 
 def _called(name: str, function: Callable[..., None]) -> Callable[..., int]:
     def call(*args: Any) -> int:
-        state = _state
-        if state is None:
+        if not _states:
             return NO_DEVICE
+        state = _states[getattr(_thread, "current", 0)]
         if state.broken is not None and name not in _ALWAYS:
             return state.broken.code
         try:
@@ -147,30 +149,30 @@ def _driver_version(state: State, out: Any) -> None:
 
 @_call("cuDeviceGetCount", POINTER(c_int))
 def _device_count(state: State, out: Any) -> None:
-    out[0] = 1
+    out[0] = len(_states)
 
 
 @_call("cuDeviceGet", POINTER(c_int), c_int)
 def _device_get(state: State, out: Any, ordinal: int) -> None:
-    if ordinal:
-        raise Failure(INVALID_DEVICE, f"device {ordinal} of 1")
-    out[0] = 0
+    if ordinal >= len(_states):
+        raise Failure(INVALID_DEVICE, f"device {ordinal} of {len(_states)}")
+    out[0] = ordinal
 
 
 @_call("cuDeviceGetName", c_void_p, c_int, c_int)
 def _device_name(state: State, out: int, size: int, device: int) -> None:
-    name = state.device.name.encode()[: size - 1] + b"\0"
+    name = _states[device].device.name.encode()[: size - 1] + b"\0"
     ctypes.memmove(out, name, len(name))
 
 
 @_call("cuDeviceTotalMem", POINTER(c_size_t), c_int)
 def _total_memory(state: State, out: Any, device: int) -> None:
-    out[0] = state.device.memory
+    out[0] = _states[device].device.memory
 
 
 @_call("cuDeviceGetAttribute", POINTER(c_int), c_int, c_int)
 def _attribute(state: State, out: Any, which: int, device: int) -> None:
-    d = state.device
+    d = _states[device].device
     known = {1: 1024, 8: 49152, 10: 32, 16: d.multiprocessors, 75: d.sm // 10, 76: d.sm % 10, 97: d.shared_block}
     if which not in known:
         raise Failure(INVALID_VALUE, f"the emulated GPU has no attribute {which}")
@@ -179,22 +181,22 @@ def _attribute(state: State, out: Any, which: int, device: int) -> None:
 
 @_call("cuDevicePrimaryCtxRetain", POINTER(c_void_p), c_int)
 def _retain(state: State, out: Any, device: int) -> None:
-    out[0] = _CONTEXT
+    out[0] = _CONTEXT + device
 
 
 @_call("cuDevicePrimaryCtxRelease", c_int)
 def _release(state: State, device: int) -> None:
-    state.synchronize_all()
+    _states[device].synchronize_all()
 
 
 @_call("cuCtxSetCurrent", c_void_p)
 def _set_current(state: State, context: int | None) -> None:
-    state.current = context or 0
+    _thread.current = (context or _CONTEXT) - _CONTEXT
 
 
 @_call("cuCtxGetCurrent", POINTER(c_void_p))
 def _get_current(state: State, out: Any) -> None:
-    out[0] = state.current or None
+    out[0] = _CONTEXT + getattr(_thread, "current", 0)
 
 
 @_call("cuCtxSynchronize")

@@ -158,10 +158,14 @@ class Memory:
 
     def put(self, array: Array) -> int:
         """The address of a copy of an array."""
-        data = np.ascontiguousarray(array)
-        address = self.alloc(data.nbytes)
-        ctypes.memmove(address, data.ctypes.data, data.nbytes)
+        address = self.alloc(array.nbytes)
+        self.set(address, array)
         return address
+
+    def set(self, address: int, array: Array) -> None:
+        """Copies an array to an address."""
+        data = np.ascontiguousarray(array)
+        ctypes.memmove(address, data.ctypes.data, data.nbytes)
 
     def get(self, address: int, shape: tuple[int, ...], kind: Any) -> Array:
         """A copy of what lies at an address."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,12 +25,13 @@ from planc.emulator.compile import Program
 from planc.emulator.device import Device, Pointer, Reach, State, Statistics
 from planc.emulator.machine import Grid, run
 from planc.emulator.memory import Memory
+from planc.emulator.ranks import EmulatedRanks
 from planc.errors import PlancError
 from planc.plans import launches
 from planc.plans.launches import LaunchPlan
 from planc.plans.schema import Plan
 from planc.runtime.batch import Batch
-from planc.runtime.cuda import Arenas, CudaExecutor, allocate, opened
+from planc.runtime.cuda import Arenas, Collective, CudaExecutor, allocate, opened
 
 _MEMORY = 80 << 30  # of a device whose own size does not matter; only what is used takes host memory
 EMULATED = (80, 86, 89, 90, 120, 121)  # compute capabilities whose PTX the emulator runs
@@ -48,9 +49,12 @@ def device_of(sm: int, memory: int = _MEMORY, name: str | None = None) -> Device
 
 @dataclass(frozen=True)
 class Emulated:
-    """A plan's executor on an emulated GPU. `statistics` counts launches, `used` is the device memory in use."""
+    """A plan's executor on an emulated GPU; of several ranks, all of them as one, and the GPU of the first.
 
-    executor: CudaExecutor
+    `statistics` counts launches, `used` is the device memory in use.
+    """
+
+    executor: CudaExecutor | EmulatedRanks
     state: State
 
     @property
@@ -73,15 +77,20 @@ def emulated(
     A wrong access, launch or order raises PlancError from the executor's step, naming kernel, thread and instruction.
     """
     held = launches.load(root)
-    state = State(device or device_of(held.sm), _texts(root, held), seed)
-    state.check_order = check_order
-    with driver.active(state):
-        executor = CudaExecutor(root, plan, num_blocks)
-        try:
+    texts, gpu, ranks = _texts(root, held), device or device_of(held.sm), plan.limits.ranks
+    states = [State(gpu, texts, seed + rank, check_order) for rank in range(ranks)]
+    with driver.active(*states), ExitStack() as opened_executors:
+        executors = []
+        for rank, state in enumerate(states):
+            executor = CudaExecutor(root, plan, num_blocks, rank, rank, _not_alone if ranks > 1 else None)
+            opened_executors.callback(executor.close)
             _watch(state, executor)
-            yield Emulated(executor, state)
-        finally:
-            executor.close()
+            executors.append(executor)
+        yield Emulated(EmulatedRanks(executors, states) if ranks > 1 else executors[0], states[0])
+
+
+def _not_alone(collective: Collective) -> None:
+    raise PlancError(f"{collective.op} needs all ranks; step them together")
 
 
 def allocated(root: Path, plan: Plan, num_blocks: int, device: Device | None = None) -> int:
@@ -119,7 +128,7 @@ def _texts(root: Path, held: LaunchPlan) -> dict[str, str]:
 def _watch(state: State, executor: CudaExecutor) -> None:
     """Tells the GPU what each launch may touch, and what no launch writes."""
     graphs = executor.graphs().items()
-    state.reach = {handle: [_reach(executor.arenas, x) for x in step.launches] for handle, step in graphs}
+    state.reach = {handle: [_reach(executor.arenas, x) for x in part] for handle, part in graphs}
     state.unwatched = (executor.arenas.start["weights"],)
 
 

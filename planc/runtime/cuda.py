@@ -7,9 +7,9 @@ launches the graph of the smallest bucket that holds it, and copies the logits o
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +72,44 @@ def allocate(gpu: Gpu, plan: LaunchPlan, kv_bytes: int) -> Arenas:
     return arenas
 
 
-@dataclass
+@dataclass(frozen=True)
+class Collective:
+    """A launch of all ranks: its op, where this rank's part lies, where the result goes, the f32 elements of a part."""
+
+    op: str
+    source: int
+    target: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Launches of a bucket without a collective among them, `launches`, as a graph that can be launched."""
+
+    launches: tuple[Launch, ...]
+    exec: Any
+
+
+@dataclass(frozen=True)
 class _Graph:
-    """A bucket that is ready to launch."""
+    """A bucket that is ready to run: graphs, and the collectives between them."""
 
     step: StepGraph
-    handle: Any
-    exec: Any
+    parts: tuple[Part | Collective, ...]
+
+
+def _cut(step: StepGraph) -> list[tuple[Launch, ...]]:
+    """A bucket's launches in pieces, each collective a piece; the stream keeps the pieces in order."""
+    pieces: list[list[Launch]] = [[]]
+    place: dict[int, tuple[int, int]] = {}  # launch -> its piece, and its place there
+    for number, launch in enumerate(step.launches):
+        if launch.kernel in launches.COLLECTIVES:
+            pieces += [[launch], []]
+            continue
+        deps = tuple(place[d][1] for d in launch.deps if d in place and place[d][0] == len(pieces))
+        place[number] = len(pieces), len(pieces[-1])
+        pieces[-1].append(replace(launch, deps=deps))
+    return [tuple(p) for p in pieces if p]
 
 
 @dataclass
@@ -103,10 +134,21 @@ class Arenas:
 class CudaExecutor:
     """Runs a plan's graphs on one GPU. PlancError when it has no driver, another GPU or too little memory, or when a
     file is missing or corrupt.
+
+    Of a plan of several ranks it runs one; `together` has all ranks take part in a collective.
     """
 
-    def __init__(self, root: Path, plan: Plan, num_blocks: int, device: int = 0) -> None:
-        _check(root, plan)
+    def __init__(
+        self,
+        root: Path,
+        plan: Plan,
+        num_blocks: int,
+        device: int = 0,
+        rank: int = 0,
+        together: Callable[[Collective], None] | None = None,
+    ) -> None:
+        _check(root, plan, together is not None)
+        self.rank, self._together = rank, together
         self.num_blocks, self.block_size = num_blocks, plan.kv.block_size
         self.vocab_size = plan.limits.vocab_size
         self.plan = launches.load(root)
@@ -130,22 +172,44 @@ class CudaExecutor:
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
         """Run one step; logits [R, vocab_size], overwritten by the next one."""
+        for collective in self.run(batch):
+            assert self._together is not None
+            self._together(collective)
+        return self._logits[: len(batch.logit_rows)]
+
+    def run(self, batch: Batch) -> Iterator[Collective]:
+        """Runs one step as far as the next collective, which the caller has done; `logits` then has what it gave."""
         gpu = self._opened()
         gpu.enter()
         graph = self._fitting(batch)
         self._stage(batch, graph.step)
         where = f"the step of {graph.step.tokens} tokens and {graph.step.seqs} sequences"
-        gpu.run(where, "cuGraphLaunch", graph.exec, gpu.stream)
+        for part in graph.parts:
+            if isinstance(part, Collective):
+                yield part
+                gpu.enter()
+            else:
+                gpu.run(where, "cuGraphLaunch", part.exec, gpu.stream)
         rows = len(batch.logit_rows)
         if rows:
             source = self.arenas.address(self.plan.logits)
             gpu.copy_out(where, self._logits[:rows], source)
         gpu.synchronize(where)
+
+    def logits(self, rows: int) -> NDArray[np.float32]:
+        """The logits of the last step, [rows, vocab_size]."""
         return self._logits[:rows]
 
-    def graphs(self) -> Mapping[int, StepGraph]:
-        """The buckets by the driver's handle of their graph, for tools that watch launches."""
-        return {int(g.exec): g.step for g in self._graphs}
+    def synchronize(self) -> None:
+        """Waits for all that was launched."""
+        gpu = self._opened()
+        gpu.enter()
+        gpu.synchronize("a step")
+
+    def graphs(self) -> Mapping[int, tuple[Launch, ...]]:
+        """Launches by the driver's handle of their graph, for tools that watch them."""
+        parts = [part for graph in self._graphs for part in graph.parts]
+        return {int(p.exec): p.launches for p in parts if isinstance(p, Part)}
 
     def close(self) -> None:
         """Give everything on the GPU back."""
@@ -176,18 +240,31 @@ class CudaExecutor:
         return function
 
     def _graph(self, step: StepGraph) -> _Graph:
+        """All of a bucket, cut at its collectives."""
+        parts: list[Part | Collective] = []
+        for piece in _cut(step):
+            if piece[0].kernel in launches.COLLECTIVES:
+                parts.append(self._collective(piece[0]))
+            else:
+                parts.append(self._part(f"the graph of {step.tokens} tokens and {step.seqs} sequences", piece))
+        return _Graph(step, tuple(parts))
+
+    def _collective(self, launch: Launch) -> Collective:
+        source, target = (self.arenas.address(str(a.value)) + a.offset for a in launch.args[:2])
+        return Collective(launch.kernel, source, target, int(launch.args[2].value))
+
+    def _part(self, where: str, piece: tuple[Launch, ...]) -> Part:
         """A CUDA graph with a kernel node for each launch, and an edge for each dependency."""
         gpu = self._opened()
         nodes: list[Any] = []
-        where = f"the graph of {step.tokens} tokens and {step.seqs} sequences"
         handle = gpu.graph()
-        for launch in step.launches:
+        for launch in piece:
             before = [nodes[d] for d in launch.deps]
             with _parameters(gpu.api, self.plan.binary[launch.kernel], launch, self.arenas) as params:
                 params.func = self._functions[launch.kernel]
                 doing = f"adding kernel {launch.kernel} to {where}"
                 nodes.append(gpu.run(doing, "cuGraphAddKernelNode", handle, before, len(before), params))
-        return _Graph(step, handle, gpu.instantiate(where, handle))
+        return Part(piece, gpu.instantiate(where, handle))
 
     def _staged(self, name: str) -> NDArray[np.int32]:
         """Pinned memory for an input of the largest step."""
@@ -197,7 +274,7 @@ class CudaExecutor:
         return staged
 
     def _copy_weights(self) -> None:
-        gpu, files = self._opened(), [MappedWeights(self._root / name) for name in self._manifest.weight_files]
+        gpu, files = self._opened(), [MappedWeights(self._root / n) for n in self._manifest.weight_files_of(self.rank)]
         buffers = [b for b in self.plan.buffers if b.arena == "weights"]
         for buffer, source in zip(buffers, addresses(files, [b.name for b in buffers]), strict=True):
             has = next(f.nbytes(buffer.name) for f in files if buffer.name in f)
@@ -270,13 +347,14 @@ def _parameters(api: Any, binary: Binary, launch: Launch, arenas: Arenas) -> Ite
     del pointers, places  # kept alive until here
 
 
-def _check(root: Path, plan: Plan) -> None:
+def _check(root: Path, plan: Plan, together: bool) -> None:
     if not plan.target.startswith("cuda:"):
         raise PlancError(f"the plan is for {plan.target}; the CUDA executor runs plans for cuda targets")
     check_paths(root, plan)
-    if plan.limits.ranks > 1:
+    if plan.limits.ranks > 1 and not together:
         raise PlancError(
-            f"the plan is for {plan.limits.ranks} ranks; this executor runs one GPU. Build the plan with --tp 1."
+            f"the plan is for {plan.limits.ranks} ranks; this runtime serves CUDA plans of one GPU. Build it with "
+            "--tp 1; planc verify --emulate checks this one."
         )
     if not plan.has_weights:
         raise PlancError(f"{root} was built with --weights none; build it with --weights pack to run it.")
