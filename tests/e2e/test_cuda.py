@@ -1,0 +1,91 @@
+"""Plans for GPUs: built here, their PTX run in the emulator by the real executor, beside the references."""
+
+from pathlib import Path
+
+import pytest
+
+from planc.compiler.build import BuildRequest, build, build_each
+from planc.compiler.emulate import whole
+from planc.compiler.emulate_kernels import each_kernel
+from planc.compiler.progress import Progress
+from planc.errors import UsageError
+from planc.plans import store
+from planc.plans.check import check
+from planc.plans.diff import diff
+from planc.plans.launches import load
+
+MAX = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "reference": "none", "calib": "none"}
+# Architecture, target, dtype and cache: between them every kind of product, mask, norm and router.
+CASES = [
+    ("llama", "sm_90a", "fp8", "bf16"),
+    ("gemma2", "sm_89", "bf16", "int8"),
+    pytest.param("gpt2", "sm_80", "int8", "bf16", marks=pytest.mark.slow),
+    pytest.param("mixtral", "sm_120a", "awq-g32", "bf16", marks=pytest.mark.slow),
+    pytest.param("llama", "sm_80", "f32", "f32", marks=pytest.mark.slow),
+    pytest.param("gemma2", "sm_90a", "int4-wo-g32", "bf16", marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", "sm_90a", "fp8", "bf16", marks=pytest.mark.slow),
+    pytest.param("gpt_oss", "sm_90a", "bf16", "bf16", marks=pytest.mark.slow),
+]
+
+
+def built(model: Path, out: Path, **more: object) -> Path:
+    with Progress(quiet=True) as progress:
+        build(BuildRequest(str(model), out, **(MAX | more)), progress)  # type: ignore[arg-type]
+    return out
+
+
+@pytest.mark.parametrize(("arch", "target", "dtype", "kv"), CASES)
+def test_a_plan_computes_what_its_graph_says(
+    model, tmp_path: Path, arch: str, target: str, dtype: str, kv: str
+) -> None:
+    root = built(model(arch), tmp_path / "plan", target=target, dtype=dtype, kv_cache_dtype=kv)
+    plan = store.load(root)
+    assert plan.goldens, "measured by a plan for this CPU"
+    for seed in (1, 2):
+        for verdict in whole(root, plan, seed):
+            assert verdict.ok, f"{verdict.name}: {verdict.detail}"
+
+
+def test_kernels_of_a_plan_without_weights(model, tmp_path: Path) -> None:
+    root = built(model("llama"), tmp_path / "plan", target="h100-sxm", dtype="fp8", tp=2, weights="none")
+    plan = store.load(root)
+    assert plan.limits.ranks == 2
+    assert [e.step for e in plan.estimates] == ["decode", "decode", "prefill"]
+    found = list(each_kernel(root, plan, seed=3))
+    assert len(found) >= 10
+    assert all(v.ok for v in found), [v for v in found if not v.ok]
+
+
+def test_a_wrong_kernel_is_found(model, tmp_path: Path) -> None:
+    """The text of one kernel multiplies where it added."""
+    root = built(model("llama"), tmp_path / "plan", target="sm_90a", weights="none")
+    norm = next(b for b in load(root).binaries if b.name.startswith("norm"))
+    text = (root / norm.ptx).read_text()
+    assert "rsqrt" in text
+    (root / norm.ptx).write_text(
+        text.replace("rsqrt.approx.ftz.f32", "sqrt.approx.ftz.f32").replace("rsqrt.approx.f32", "sqrt.approx.f32")
+    )
+    wrong = [v.name for v in each_kernel(root, store.load(root), seed=0) if not v.ok]
+    assert wrong
+    assert all("norm" in name for name in wrong)
+
+
+def test_several_targets_share_a_build_and_rebuild_to_the_bit(model, tmp_path: Path, monkeypatch) -> None:
+    request = BuildRequest(str(model("llama")), tmp_path / "a", target="h100-sxm,a100-80g", weights="none", **MAX)
+    with Progress(quiet=True) as progress:
+        made = build_each(request, progress)
+    assert [p.relative_to(tmp_path / "a").as_posix() for p in made] == ["h100-sxm", "a100-80g"]
+    assert {load(p).sm for p in made} == {90, 80}
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path / "cold"))
+    again = built(model("llama"), tmp_path / "elsewhere" / "b", target="h100-sxm", weights="none")
+    assert diff(tmp_path / "a" / "h100-sxm", again) == []
+    findings = check(again)
+    assert any("h100-sxm" in f.detail for f in findings)
+
+
+def test_what_cannot_be_is_refused_before_any_work(model, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"a100-80g is sm_80.*int8"):
+        built(model("llama"), tmp_path / "p", target="a100-80g", dtype="fp8")
+    with pytest.raises(UsageError, match="did you mean h100-sxm"):
+        built(model("llama"), tmp_path / "p", target="h100-smx")
+    assert not (tmp_path / "p").exists()
