@@ -114,6 +114,11 @@ class _Product:
         self.rows = site.bucket.size(out.shape[0]) * prod(int(d) for d in inner)
 
     @property
+    def typical(self) -> int:
+        """Rows that one weight meets: of experts, twice the mean, since some are chosen more often."""
+        return min(self.rows, cdiv(2 * self.rows, self.experts)) if self.experts else self.rows
+
+    @property
     def ragged(self) -> bool:
         """Whether x or the weight lies so that no 16 bytes can be read at once."""
         names = (self.site.node.inputs[i] for i in (self.at.x, self.at.parts[0]))
@@ -246,7 +251,7 @@ def _routing(p: _Product, tile: Tile, tiles: int, bytes_: Mapping[str, int]) -> 
 def _floats(site: Site) -> tuple[Call, ...]:
     p = _Product(site)
     x, w = site.inputs[p.at.x], _weight(site)
-    tile = dense_tiles.floats(site.arch, p.rows, p.n, x.itemsize, w.itemsize, ragged=p.ragged)
+    tile = dense_tiles.floats(site.arch, p.typical, p.n, x.itemsize, w.itemsize, ragged=p.ragged)
     p.input("x_ptr", p.at.x)
     p.input("w_ptr", p.at.parts[0])
     p.input("bias_ptr", p.at.bias)
@@ -257,7 +262,7 @@ def _floats(site: Site) -> tuple[Call, ...]:
 def _codes(site: Site) -> tuple[Call, ...]:
     p, row = _Product(site), _scheme(site)
     assert row is not None
-    tile = dense_tiles.codes(site.arch, p.rows, p.n, ragged=p.ragged)
+    tile = dense_tiles.codes(site.arch, p.typical, p.n, ragged=p.ragged)
     p.input("x_ptr", p.at.x)
     p.input("row_scales_ptr", p.at.row_scales)
     p.input("w_ptr", p.at.parts[0])
@@ -276,10 +281,10 @@ def _widened(site: Site) -> tuple[Call, ...]:
     assert row is not None
     x_bytes = site.inputs[p.at.x].itemsize
     if row.name == "mxfp4":
-        tile = dense_tiles.spread(site.arch, p.rows, x_bytes, ragged=p.ragged)
+        tile = dense_tiles.spread(site.arch, p.typical, x_bytes, ragged=p.ragged)
     else:
         bits = 8 if row.codes == "i8" else 4
-        tile = dense_tiles.widened(site.arch, p.rows, x_bytes, bits, row.group, ragged=p.ragged)
+        tile = dense_tiles.widened(site.arch, p.typical, x_bytes, bits, row.group, ragged=p.ragged)
     p.input("x_ptr", p.at.x)
     p.input("w_ptr", p.at.parts[0])
     p.input("scales_ptr", p.at.parts[1])
