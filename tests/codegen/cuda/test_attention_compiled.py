@@ -14,7 +14,6 @@ from tests.kernels.harness import assert_close, assert_same_bits
 from tests.kernels.paged import Shape
 from tests.kernels.test_attention import World
 
-_matmul = np.matmul
 QUICK = {(90, "gqa 3, bf16")}
 SLOW = [(arch, name) for arch in (80, 89, 90, 120) for name in ("gqa 3, bf16", "all at once", "all at once, i8")]
 SLOW += [(89, "gqa 4, f8"), (90, "gqa 4, f8"), (120, "gqa 4, f8")]
@@ -23,16 +22,8 @@ SLOW += [(90, "head 256, sliding, bf16"), (90, "sinks, bf16"), (120, "softcap, b
 
 
 @pytest.fixture(autouse=True)
-def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of the emulator whose sums do not depend on where a row lies in its tile, as those of tensor cores; in
-    float32, a BLAS has other sums at the edges of its own tiles. Splits are short, so that there are several.
-    """
-
-    def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        made = _matmul(a.astype(np.float64), b.astype(np.float64))
-        return made.astype(a.dtype)
-
-    monkeypatch.setattr(np, "matmul", matmul)
+def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits of 128 positions, so that short sequences have several."""
     monkeypatch.setattr(rows, "_SPLIT", 128)
 
 
