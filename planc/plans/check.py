@@ -59,6 +59,10 @@ def _weights(root: Path, plan: Plan) -> Finding:
 
 
 def _target(plan: Plan) -> Finding:
+    if plan.target.startswith("cuda:"):
+        return Finding(
+            "target", True, f"{plan.target}; planc run looks for that GPU, planc verify --emulate needs none"
+        )
     missing = missing_flags(plan.target)
     if missing:
         return Finding(
@@ -69,6 +73,9 @@ def _target(plan: Plan) -> Finding:
 
 def _memory(plan: Plan) -> Finding:
     m, free = plan.memory, available_bytes()
+    if plan.target.startswith("cuda:"):
+        need = m.constants + m.weights + m.arena + m.kv_token * plan.limits.max_model_len
+        return Finding("memory", True, f"{need / 2**20:,.0f} MiB of each GPU for weights, arena and one full sequence")
     ranks = plan.limits.ranks
     need = m.constants + ranks * (m.weights + m.arena + m.kv_token * plan.limits.max_model_len)
     of = f" of {ranks} ranks" if ranks > 1 else ""

@@ -1,17 +1,43 @@
-"""Which executor runs a plan: in goes a plan, out comes what takes its steps."""
+"""Which executor runs a plan: in goes a plan, out comes what takes its steps, and what memory its cache may have."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from planc.plans.host import available_bytes
 from planc.plans.schema import Plan
 from planc.runtime.cpu import CpuExecutor
 from planc.runtime.ranks import RankedExecutor
 
+if TYPE_CHECKING:
+    from planc.runtime.cuda import CudaExecutor
+
+
+def is_cuda(plan: Plan) -> bool:
+    """Whether a plan is for a GPU."""
+    return plan.target.startswith("cuda:")
+
 
 def open_executor(
     root: Path, plan: Plan, num_blocks: int, num_threads: int | None = None
-) -> CpuExecutor | RankedExecutor:
-    """An executor of all ranks of the plan; `num_threads` are those of all ranks together."""
+) -> CpuExecutor | RankedExecutor | CudaExecutor:
+    """An executor of all ranks of the plan; `num_threads` are those of all ranks together, and no matter to a GPU."""
+    if is_cuda(plan):
+        from planc.runtime.cuda import CudaExecutor
+
+        return CudaExecutor(root, plan, num_blocks)
     kind = RankedExecutor if plan.limits.ranks > 1 else CpuExecutor
     return kind(root, plan, num_blocks, num_threads)
+
+
+def kv_memory(root: Path, plan: Plan, utilization: float) -> int:
+    """Bytes that the KV cache of a rank may take: a share of the memory of the machine or its GPU, less what weights
+    and activations need. Weights count as used although the kernel could drop their pages: serving needs them.
+    """
+    if is_cuda(plan):
+        from planc.runtime.cuda import kv_memory as of_gpu
+
+        return of_gpu(root, plan, utilization)
+    taken = sum((root / name).stat().st_size for name in plan.weight_files if (root / name).exists())
+    return (int(utilization * available_bytes()) - taken) // plan.limits.ranks - plan.program.arena_bytes

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 
 from planc.errors import PlancError, UsageError
 from planc.plans import store
-from planc.plans.host import available_bytes
 from planc.plans.schema import Plan
 from planc.runtime.cpu import check_file, check_paths, kv_blocks
 from planc.runtime.engine import Engine, Observer
-from planc.runtime.executors import open_executor
+from planc.runtime.executors import kv_memory, open_executor
 from planc.runtime.output import Output
 from planc.runtime.ranks import RankedExecutor
 from planc.runtime.scheduler import SchedulerLimits
@@ -214,14 +213,10 @@ def _within(flag: str, wanted: int | None, limit: int) -> int:
 
 
 def _kv_memory(plan: Plan, options: RunOptions) -> int:
-    """Bytes for the KV cache of a rank. Weights count as used although the kernel could drop their pages: serving needs
-    them.
-    """
-    ranks = plan.limits.ranks
+    """Bytes for the KV cache of a rank."""
     if options.kv_cache_memory_bytes is not None:
-        return options.kv_cache_memory_bytes // ranks
-    taken = sum((options.plan / name).stat().st_size for name in plan.weight_files if (options.plan / name).exists())
-    return (int(options.memory_utilization * available_bytes()) - taken) // ranks - plan.program.arena_bytes
+        return options.kv_cache_memory_bytes // plan.limits.ranks
+    return kv_memory(options.plan, plan, options.memory_utilization)
 
 
 def claim_port(host: str, port: int) -> socket.socket:
