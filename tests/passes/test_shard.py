@@ -76,6 +76,22 @@ def test_all_ranks_compute_what_one_did(name: str, tmp_path: Path) -> None:
     assert loaded_bytes(graph) < loaded_bytes(one) * (1 / tp + (0.3 if whole else 0.15))
 
 
+COVERED = re.findall(r"^\| (\w+) \| .*\| equal \|$", (Path(__file__).parents[2] / "docs/coverage.md").read_text(), re.M)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", COVERED)
+def test_every_type_that_compiles_can_be_split(arch: str, tmp_path: Path) -> None:
+    """Two ranks compute what the unsplit graph does, right behind the pass; a part of the model at least is split."""
+    model = lifted(tiny(arch, tmp_path, tokenizer=False, **MOE.get(arch, {})))
+    first = [p.name for p in pipeline.PIPELINE].index("shard")
+    whole, _ = pipeline.run(model.graph, options(2), pipeline=pipeline.PIPELINE[:first])
+    graph, _ = pipeline.run(whole, options(2), pipeline=pipeline.PIPELINE[first : first + 1])
+    assert relative_error(of_ranks(model, graph, 2)[0], logits(model, whole, IDS, ROWS)) < 5e-6
+    assert loaded_bytes(graph) < 0.95 * loaded_bytes(whole)
+    pipeline.run(graph, options(2), pipeline=pipeline.PIPELINE[first + 1 :])
+
+
 def test_ranks_that_do_not_divide_the_heads_are_told_which_do(tmp_path: Path) -> None:
     model = lifted(tiny("llama", tmp_path, num_attention_heads=12, num_key_value_heads=3, hidden_size=96))
     with pytest.raises(
