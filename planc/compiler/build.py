@@ -37,7 +37,7 @@ from planc.passes.shard import replicated
 from planc.plans import schema, store
 from planc.plans.host import missing_flags
 from planc.runtime.batch import Executor
-from planc.runtime.executors import open_executor
+from planc.runtime.executors import open_on_cpu
 from planc.runtime.goldens import Scorer
 from planc.runtime.tokenizer import Tokenizer
 
@@ -466,7 +466,7 @@ def _measure(
             (Path(scratch) / "weights").symlink_to((root / "weights").resolve())
             runnable, home = replace(plan, target=str(on)), Path(scratch)
         pages = -(-options.max_model_len // options.block_size)
-        executor = open_executor(home, runnable, num_blocks=min(pages, -(-4096 // options.block_size)))
+        executor = open_on_cpu(home, runnable, num_blocks=min(pages, -(-4096 // options.block_size)))
         try:
             with bounded(executor, plan.memory.weights):
                 goldens, measured = _score(root, executor, plan, judge, progress)

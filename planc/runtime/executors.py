@@ -27,6 +27,13 @@ def open_executor(
         from planc.runtime.cuda import CudaExecutor
 
         return CudaExecutor(root, plan, num_blocks)
+    return open_on_cpu(root, plan, num_blocks, num_threads)
+
+
+def open_on_cpu(
+    root: Path, plan: Plan, num_blocks: int, num_threads: int | None = None
+) -> CpuExecutor | RankedExecutor:
+    """The executor of a plan for a CPU."""
     kind = RankedExecutor if plan.limits.ranks > 1 else CpuExecutor
     return kind(root, plan, num_blocks, num_threads)
 
