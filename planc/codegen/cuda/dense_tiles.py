@@ -32,8 +32,8 @@ class Tile:
 def floats(arch: int, rows: int, n: int, x_bytes: int, w_bytes: int, *, ragged: bool) -> Tile:
     """x times a weight of bf16, or of f32, which has no tensor cores."""
     if w_bytes == 4:
-        bm = _step(rows, 16, 64)
-        return Tile(bm, 64 if bm == 64 else 32, 32, 8 if bm == 64 else 4, 3)
+        bm = _step(rows, 16, 16 if ragged else 64)
+        return Tile(bm, 64 if bm == 64 else 32, 32, 8 if bm == 64 else 4, 2 if ragged else 3)
     return _rows_first(arch, rows, n, 64, x_bytes, w_bytes, ragged)
 
 
