@@ -181,10 +181,11 @@ def problems(plan: LaunchPlan) -> Iterator[str]:
     for name in (*INPUTS, plan.logits):
         if name not in plan.buffer:
             yield f"there is no buffer {name!r}"
+    fitting: set[tuple[int, int]] = set()  # arguments, by their id, and sizes that fit: most are in many launches
     for graph in plan.graphs:
         for index, launch in enumerate(graph.launches):
-            where = f"launch {index} of the graph of {graph.tokens} tokens"
-            yield from (f"{where}: {wrong}" for wrong in _launch_problems(plan, index, launch))
+            for wrong in _launch_problems(plan, index, launch, fitting):
+                yield f"launch {index} of the graph of {graph.tokens} tokens: {wrong}"
 
 
 def _repeated(things: tuple[Any, ...]) -> str | None:
@@ -206,7 +207,7 @@ def _buffer_problems(plan: LaunchPlan, buffer: Buffer) -> Iterator[str]:
         )
 
 
-def _launch_problems(plan: LaunchPlan, index: int, launch: Launch) -> Iterator[str]:
+def _launch_problems(plan: LaunchPlan, index: int, launch: Launch, fitting: set[tuple[int, int]]) -> Iterator[str]:
     if not all(isinstance(d, int) and 0 <= d < index for d in launch.deps):
         yield f"{launch.kernel} depends on {list(launch.deps)}, expected launches before it"
     if launch.kernel in COLLECTIVES:
@@ -223,10 +224,14 @@ def _launch_problems(plan: LaunchPlan, index: int, launch: Launch) -> Iterator[s
         yield f"{launch.kernel} has {len(launch.args)} arguments, expected {expected}"
         return
     for number, (arg, (_, size)) in enumerate(zip(launch.args, binary.params, strict=False)):
+        if (id(arg), size) in fitting:
+            continue
         if arg.kind not in FORMATS or size_of(arg) != size:
             yield f"argument {number} of {launch.kernel} is {arg.kind!r}, expected one of {size} bytes"
         elif arg.kind == "buffer" and arg.value not in plan.buffer:
             yield f"argument {number} of {launch.kernel}: there is no buffer {arg.value!r}"
+        else:
+            fitting.add((id(arg), size))
 
 
 def _collective_problems(plan: LaunchPlan, launch: Launch) -> Iterator[str]:
@@ -279,7 +284,7 @@ def _read_graph(data: dict[str, Any], known: dict[tuple[Any, ...], Arg]) -> Step
 
 def _read_arg(row: list[Any], known: dict[tuple[Any, ...], Arg]) -> Arg:
     """Plans of many layers repeat their arguments, so equal ones are made once."""
-    key = (*row, type(row[1]))
+    key = (*row, type(row[1]))  # 2 is not 2.0
     found = known.get(key)
     if found is None:
         value = float(row[1]) if row[0] == "f32" else row[1]
