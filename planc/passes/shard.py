@@ -94,16 +94,31 @@ def _regions(graph: Graph) -> list[Region]:
 
 
 def _check_divides(regions: list[Region], graph: Graph, ranks: int) -> None:
-    wrong = [found for found in regions if found.size(graph) % ranks]
-    if not wrong:
+    if all(found.size(graph) % ranks == 0 for found in regions):
         return
-    common = gcd(*(found.size(graph) for found in regions))
+    able = [found for found in regions if _fewest(found, graph)]
+    wrong = [found for found in able if found.size(graph) % ranks]
+    if not wrong:
+        return  # the others stay whole at any number of ranks
+    common = gcd(*(found.size(graph) for found in able))
     fits = [str(n) for n in range(1, min(common, _MOST) + 1) if common % n == 0]
     told = f"{' and '.join([', '.join(fits[:-1]), fits[-1]]) if len(fits) > 1 else fits[0]}"
     raise UsageError(
         f"--tp {ranks} does not divide the {wrong[0].size(graph)} {wrong[0].what}; "
         f"{told} divide{'s' if len(fits) == 1 else ''} all that is split in this model."
     )
+
+
+def _fewest(found: Region, graph: Graph) -> int:
+    """The least number of ranks that can take parts of a region; 0 when none can."""
+    size = found.size(graph)
+    for ranks in range(2, min(size, _MOST) + 1):
+        try:
+            if size % ranks == 0 and parts(found, graph, ranks):
+                return ranks
+        except WholeError:
+            continue
+    return 0
 
 
 def _settle(found: Region, graph: Graph, splits: Splits) -> int:

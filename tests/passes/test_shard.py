@@ -215,6 +215,18 @@ def test_ranks_have_equal_parts_of_the_inner_axis_or_a_usage_error() -> None:
         both_ways(_mlp(), 4)
 
 
+def test_what_no_number_of_ranks_could_split_refuses_none() -> None:
+    """Groups of 3 and then of 2 of the same six: no part keeps both together."""
+    groups = """%p: f32[T, 2, 3] = reshape(%up, shape=(-1, 2, 3))
+  %n: f32[T, 2, 3] = rms_norm(%p, eps=1e-05)
+  %q: f32[T, 3, 2] = reshape(%n, shape=(-1, 3, 2))
+  %m: f32[T, 3, 2] = rms_norm(%q, eps=1e-05)
+  %a: f32[T, 6] = reshape(%m, shape=(-1, 6))"""
+    made, error = both_ways(_mlp(groups), 4)
+    assert error < 2e-6
+    assert replicated(made) == ("up", "down")
+
+
 def test_nothing_to_split_is_said() -> None:
     text = """
 graph g(%x: f32[T, 4]) {
