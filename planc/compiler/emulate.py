@@ -47,9 +47,9 @@ def read_graph(root: Path) -> Graph:
         raise PlancError(f"{path}: {e}. Build the plan again.") from e
 
 
-def read_weights(root: Path, plan: Plan, graph: Graph) -> dict[str, np.ndarray]:
-    """Every weight of a graph as it is stored, mapped."""
-    found = {name: (root / f, e) for f in plan.weight_files for name, e in read_header(root / f).items()}
+def read_weights(root: Path, plan: Plan, graph: Graph, rank: int = 0) -> dict[str, np.ndarray]:
+    """Every weight of a graph as a rank has it stored, mapped."""
+    found = {name: (root / f, e) for f in plan.weight_files_of(rank) for name, e in read_header(root / f).items()}
     arrays: dict[str, np.ndarray] = {}
     for w in graph.weights:
         path, entry = found[w.name]
@@ -67,7 +67,8 @@ def whole(root: Path, plan: Plan, seed: int = 0) -> Iterator[Verdict]:
     from planc.emulator.run import emulated
 
     graph = read_graph(root)
-    reference = _Reference(plan, graph, read_weights(root, plan, graph))
+    ranks = [read_weights(root, plan, graph, rank) for rank in range(plan.limits.ranks)]
+    reference = _Reference(plan, graph, ranks)
     with emulated(root, plan, reference.pages, seed=seed) as gpu:
         for name, batch in batches(plan, seed):
             logits = gpu.executor.step(batch).copy()
@@ -75,18 +76,18 @@ def whole(root: Path, plan: Plan, seed: int = 0) -> Iterator[Verdict]:
 
 
 class _Reference:
-    """The references of the graph, with a cache of their own."""
+    """The references of the graph on every rank, each with a cache of its own."""
 
-    def __init__(self, plan: Plan, graph: Graph, weights: dict[str, np.ndarray]) -> None:
+    def __init__(self, plan: Plan, graph: Graph, weights: list[dict[str, np.ndarray]]) -> None:
         self.graph, self.weights = graph, weights
         self.pages = 2 * (-(-(PROMPT + STEPS) // plan.kv.block_size) + 1)
-        self.kv = np.zeros((self.pages, plan.kv.page_bytes), np.uint8)
+        self.kv = [np.zeros((self.pages, plan.kv.page_bytes), np.uint8) for _ in weights]
 
     def step(self, batch: Batch) -> np.ndarray:
         names = ("ids", "positions", "slots", "page_table", "query_start", "logit_rows")
-        inputs = {name: getattr(batch, name) for name in names} | {"kv": self.kv}
-        (logits,) = interp.run(self.graph, inputs, self.weights).values()
-        return logits
+        given = {name: getattr(batch, name) for name in names}
+        found = interp.run_ranks(self.graph, [given | {"kv": kv} for kv in self.kv], self.weights)
+        return next(iter(found[0].values()))
 
 
 def batches(plan: Plan, seed: int) -> Iterator[tuple[str, Batch]]:

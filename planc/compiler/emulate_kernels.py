@@ -26,6 +26,7 @@ from planc.plans import launches
 from planc.plans.launches import KV, Binary, LaunchPlan
 from planc.plans.schema import Plan
 
+_NUMBERS = 64  # integers of a value that points into nothing are below this
 _BLOCKS = 6  # of a grid that are run
 _PRODUCTS = frozenset({"linear", "qlinear", "expert_linear", "qexpert_linear", "paged_attention", "matmul"})
 _MOST = {True: 0.01, False: 1e-4}  # relative RMS error of products, whose inputs are rounded to bf16, and of others
@@ -108,23 +109,20 @@ def _launch(
     root: Path, held: LaunchPlan, case: _Case, arrays: Mapping[str, np.ndarray], outs: Mapping[str, np.ndarray]
 ) -> None:
     """Runs the calls in the emulator, each on some of its blocks unless a later one needs all that it writes."""
-    from planc.emulator.compile import Program
-    from planc.emulator.machine import Grid, Machine
+    from planc.emulator.machine import Grid, run
     from planc.emulator.memory import Memory
-    from planc.emulator.ptx import parse
+    from planc.emulator.run import program
 
     memory = Memory(_MEMORY)
     scratch = {n: np.zeros(size, np.uint8) for c in case.calls for n, size in c.scratch.items()}
     places = {n: memory.put(_laid_out(a, case.types.get(n))) for n, a in {**arrays, **outs, **scratch}.items()}
     for call in case.calls:
         binary = held.binary[call.kernel.name]
-        (kernel,) = parse((root / binary.ptx).read_text()).values()
+        found = program((root / binary.ptx).read_text())
         grid = Grid(call.grid, binary.threads, binary.shared)
         blocks = np.arange(prod(call.grid)) if len(case.calls) > 1 else _sample(prod(call.grid))
-        with np.errstate(all="ignore"):
-            for block in blocks:
-                params = _parameters(binary, call, places, kernel.param_bytes)
-                Machine(Program(kernel), grid, params, memory, memory.spans, np.array([block])).run()
+        params = _parameters(binary, call, places, found.kernel.param_bytes)
+        run(found, grid, params, memory, blocks=blocks)
     for name, array in {**outs, **{n: a for n, a in arrays.items() if n == KV}}.items():
         array[...] = memory.get(places[name], array.shape, array.dtype)
 
@@ -201,7 +199,8 @@ class _Inputs:
         node, types = self.case.node, self.case.types
         if node.op in ("expert_linear", "qexpert_linear"):
             return next(int(types[i].shape[0]) for i in node.inputs if i in self.graph.weight_by_name)
-        return int(types[node.inputs[0]].shape[-1])
+        last = types[node.inputs[0]].shape[-1]
+        return last if isinstance(last, int) else _NUMBERS  # one integer a token, such as an id
 
     def _weight(self, t: TensorType) -> np.ndarray:
         shape = list(stored_shape(t))
