@@ -44,6 +44,7 @@ TEST = [
     "hypothesis>=6.100,<7",
     "httpx>=0.28,<1",
     "onnxruntime>=1.20,<2",
+    "pyyaml>=6,<7",
     "compressed-tensors==0.20.1",  # writes the checkpoints that the reader is tested on
     "ruff==0.17.6",
     "mypy==2.4.1",
