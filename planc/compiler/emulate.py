@@ -68,14 +68,14 @@ def whole(root: Path, plan: Plan, seed: int = 0) -> Iterator[Verdict]:
 
     graph = read_graph(root)
     ranks = [read_weights(root, plan, graph, rank) for rank in range(plan.limits.ranks)]
-    reference = _Reference(plan, graph, ranks)
+    reference = Reference(plan, graph, ranks)
     with emulated(root, plan, reference.pages, seed=seed) as gpu:
         for name, batch in batches(plan, seed):
             logits = gpu.executor.step(batch).copy()
             yield compared(name, logits, reference.step(batch))
 
 
-class _Reference:
+class Reference:
     """The references of the graph on every rank, each with a cache of its own."""
 
     def __init__(self, plan: Plan, graph: Graph, weights: list[dict[str, np.ndarray]]) -> None:

@@ -1,4 +1,4 @@
-"""Benchmarks do not rot: each is imported, and two run on a tiny plan."""
+"""Benchmarks do not rot: each is imported, and three run on a tiny plan."""
 
 import importlib
 import json
@@ -32,3 +32,15 @@ def test_startup_and_serve_print_a_row(plan) -> None:
     served = row("benchmarks.serve", plan("llama"), *load)
     assert served["output_tokens_per_s"] > 0
     assert served["ttft_ms_p50"] <= served["ttft_ms_p99"]
+
+
+@pytest.mark.slow
+def test_the_check_of_a_gpu_runs_on_an_emulated_one(plan) -> None:
+    args = ["benchmarks.gpu_check", plan("llama", "bf16", "sm_90a"), "--emulated", "--runs", 1]
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, args)], capture_output=True, text=True, timeout=300, cwd=FOLDER.parent
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert all(r["ok"] for r in rows if "ok" in r)
+    assert {r["step"] for r in rows if "ms" in r and "step" in r} == {"decode", "prefill"}
