@@ -262,7 +262,7 @@ def _floats(site: Site) -> tuple[Call, ...]:
 def _codes(site: Site) -> tuple[Call, ...]:
     p, row = _Product(site), _scheme(site)
     assert row is not None
-    tile = dense_tiles.codes(site.arch, p.typical, p.n, ragged=p.ragged)
+    tile = dense_tiles.codes(site.arch, p.typical, p.n, p.k, ragged=p.ragged)
     p.input("x_ptr", p.at.x)
     p.input("row_scales_ptr", p.at.row_scales)
     p.input("w_ptr", p.at.parts[0])

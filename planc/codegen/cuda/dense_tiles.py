@@ -37,9 +37,9 @@ def floats(arch: int, rows: int, n: int, x_bytes: int, w_bytes: int, *, ragged: 
     return _rows_first(arch, rows, n, 64, x_bytes, w_bytes, ragged)
 
 
-def codes(arch: int, rows: int, n: int, *, ragged: bool) -> Tile:
-    """Codes of 8 bits times codes of 8 bits."""
-    return _rows_first(arch, rows, n, 128, 1, 1, ragged)
+def codes(arch: int, rows: int, n: int, k: int, *, ragged: bool) -> Tile:
+    """Codes of 8 bits times codes of 8 bits; steps of 64 where 128 would leave a rest, whose masks take registers."""
+    return _rows_first(arch, rows, n, 64 if ragged or k % 128 else 128, 1, 1, ragged)
 
 
 def widened(arch: int, rows: int, x_bytes: int, code_bits: int, group: int | None, *, ragged: bool) -> Tile:

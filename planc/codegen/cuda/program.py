@@ -9,6 +9,7 @@ from planc.codegen.cuda.lower import Limits, buckets, lower
 from planc.compiler.ir.graph import Graph
 from planc.plans import launches, schema
 
+
 @dataclass(frozen=True)
 class Built:
     """What the manifest says of the code, and the bytes that weights take on the device, alignment included."""
