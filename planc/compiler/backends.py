@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planc.codegen import cpu, program
+from planc.codegen.target import Target
 from planc.compiler import weights
 from planc.compiler.fit import check_fits
 from planc.compiler.ir.graph import Graph
@@ -36,6 +37,16 @@ class Generated:
             kv_token=-(-kv.page_bytes // kv.block_size),
             kv_full=kv.page_bytes * self.pages,
         )
+
+
+def check_tools(target: Target) -> None:
+    """PlancError when what compiles for a target does not start or is not installed, with what to install."""
+    if target.kind == "cuda":
+        from planc.codegen.cuda.toolchain import toolchain
+
+        toolchain()
+    else:
+        cpu.compiler()
 
 
 def generate(graph: Graph, options: Options, root: Path, progress: Progress) -> Generated:

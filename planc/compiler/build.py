@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import planc
-from planc.codegen import cpu, program
 from planc.codegen import target as targets
 from planc.codegen.target import Target
 from planc.compiler import accuracy, gate, weights
-from planc.compiler.backends import generate
+from planc.compiler.backends import check_tools, generate
 from planc.compiler.calibrate import BUILTIN, LEAST, TOKENS, calibrate_model, calibration_text
 from planc.compiler.ir.graph import Graph
 from planc.compiler.ir.text import to_text
 from planc.compiler.ir.types import Attr
+from planc.compiler.measure import measure
 from planc.compiler.mixed import Attempt, passing
 from planc.compiler.progress import Progress
 from planc.compiler.reference import Judge
-from planc.compiler.residency import bounded
 from planc.compiler.source import DescribedSource, ModelSource, open_source
 from planc.compiler.source.base import most_positions
 from planc.compiler.storage import check_kernels, storage, used
@@ -35,10 +34,6 @@ from planc.passes.pipeline import run as run_passes
 from planc.passes.schemes import QuantConfig
 from planc.passes.shard import replicated
 from planc.plans import schema, store
-from planc.plans.host import missing_flags
-from planc.runtime.batch import Executor
-from planc.runtime.executors import open_on_cpu
-from planc.runtime.goldens import Scorer
 from planc.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -95,8 +90,9 @@ def build_each(request: BuildRequest, progress: Progress) -> dict[Path, schema.P
     """
     _check_request(request)
     places = _places(request)
-    for out in places.values():
+    for target, out in places.items():
         store.check_free(out, force=request.force)
+        check_tools(target)
     with open_source(
         request.model,
         allow_pickle=request.allow_pickle,
@@ -342,7 +338,7 @@ class _Job:
         if attempt.options.target.kind == "cuda":
             plan = self._measured_by_twin(root, attempt)
         else:
-            plan = _measure(root, attempt.graph, attempt.plan, self.judge, attempt.options, self.progress)
+            plan = measure(root, attempt.graph, attempt.plan, self.judge, attempt.options, self.progress)
         if plan.accuracy.mean_kl is not None and quantized(attempt.graph):
             with self.progress.stage("errors of weights"):
                 found = errors(attempt.graph, self.source.read, self.source.read_rows, attempt.options.tp)
@@ -359,7 +355,7 @@ class _Job:
                 (twin / "tokenizer").symlink_to((root / "tokenizer").resolve())
                 self.progress.say("measuring with a plan of the same weights for this CPU")
                 made = self.write(twin, *self.passes(options), options)
-                self._measured[stored] = _measure(twin, made.graph, made.plan, self.judge, options, self.progress)
+                self._measured[stored] = measure(twin, made.graph, made.plan, self.judge, options, self.progress)
         found = self._measured[stored]
         return replace(
             attempt.plan, goldens=found.goldens, accuracy=found.accuracy, goldens_target=found.goldens_target
@@ -446,54 +442,3 @@ def kv_of(graph: Graph, options: Options) -> schema.KVLayout:
         layers.append(schema.KVLayer(window=window, mask=mask, **own))
     page_bytes = next(int(v.type.shape[1]) for v in graph.inputs if v.name == "kv")
     return schema.KVLayout(options.kv_dtype, options.block_size, page_bytes, tuple(layers))
-
-
-def _measure(
-    root: Path,
-    graph: Graph,
-    plan: schema.Plan,
-    judge: Judge | None,
-    options: Options,
-    progress: Progress,
-) -> schema.Plan:
-    """Goldens and accuracy of the plan that lies in `root`, run here: by its own library, or by one for this CPU."""
-    with tempfile.TemporaryDirectory(prefix="planc-") as scratch:
-        runnable, home, on = plan, root, options.target
-        if missing_flags(plan.target):
-            on = targets.host()
-            bar = progress.counter("kernels for this CPU")
-            cpu.build(program.program(graph, on, options.dims), Path(scratch) / "kernels", progress=bar)
-            (Path(scratch) / "weights").symlink_to((root / "weights").resolve())
-            runnable, home = replace(plan, target=str(on)), Path(scratch)
-        pages = -(-options.max_model_len // options.block_size)
-        executor = open_on_cpu(home, runnable, num_blocks=min(pages, -(-4096 // options.block_size)))
-        try:
-            with bounded(executor, plan.memory.weights):
-                goldens, measured = _score(root, executor, plan, judge, progress)
-        finally:
-            executor.close()
-    return replace(plan, goldens=goldens, accuracy=measured, goldens_target=str(on))
-
-
-def _score(
-    root: Path,
-    executor: Executor,
-    plan: schema.Plan,
-    judge: Judge | None,
-    progress: Progress,
-) -> tuple[tuple[schema.Golden, ...], schema.Accuracy]:
-    scorer = Scorer(executor, plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens)
-    tokenizer = Tokenizer.load(root / "tokenizer")
-    with progress.stage("goldens"):
-        material = accuracy.generate(scorer, tokenizer.encode, plan.limits.max_model_len)
-    _check_ids(material, plan.limits.vocab_size)
-    if judge is None:
-        return accuracy.unjudged(material)
-    bar = progress.rows("reference", sum(len(s) for s in material.sequences))
-    return accuracy.judge(material, scorer, judge.logits(material.sequences), "transformers f32", bar)
-
-
-def _check_ids(material: accuracy.Material, vocab_size: int) -> None:
-    top = max(max(s) for s in material.sequences)
-    if top >= vocab_size:
-        raise PlancError(f"the tokenizer makes token {top}, the model's vocabulary ends at {vocab_size - 1}.")

@@ -1,0 +1,72 @@
+"""A plan runs where it was built: in goes a plan directory, out come its goldens and its distance to the original."""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from planc.codegen import cpu, program
+from planc.codegen import target as targets
+from planc.compiler import accuracy
+from planc.compiler.ir.graph import Graph
+from planc.compiler.progress import Progress
+from planc.compiler.reference import Judge
+from planc.compiler.residency import bounded
+from planc.errors import PlancError
+from planc.passes.options import Options
+from planc.plans import schema
+from planc.plans.host import missing_flags
+from planc.runtime.batch import Executor
+from planc.runtime.executors import open_on_cpu
+from planc.runtime.goldens import Scorer
+from planc.runtime.tokenizer import Tokenizer
+
+
+def measure(
+    root: Path,
+    graph: Graph,
+    plan: schema.Plan,
+    judge: Judge | None,
+    options: Options,
+    progress: Progress,
+) -> schema.Plan:
+    """Goldens and accuracy of the plan that lies in `root`, run here: by its own library, or by one for this CPU."""
+    with tempfile.TemporaryDirectory(prefix="planc-") as scratch:
+        runnable, home, on = plan, root, options.target
+        if missing_flags(plan.target):
+            on = targets.host()
+            bar = progress.counter("kernels for this CPU")
+            cpu.build(program.program(graph, on, options.dims), Path(scratch) / "kernels", progress=bar)
+            (Path(scratch) / "weights").symlink_to((root / "weights").resolve())
+            runnable, home = replace(plan, target=str(on)), Path(scratch)
+        pages = -(-options.max_model_len // options.block_size)
+        executor = open_on_cpu(home, runnable, num_blocks=min(pages, -(-4096 // options.block_size)))
+        try:
+            with bounded(executor, plan.memory.weights):
+                goldens, measured = _score(root, executor, plan, judge, progress)
+        finally:
+            executor.close()
+    return replace(plan, goldens=goldens, accuracy=measured, goldens_target=str(on))
+
+
+def _score(
+    root: Path,
+    executor: Executor,
+    plan: schema.Plan,
+    judge: Judge | None,
+    progress: Progress,
+) -> tuple[tuple[schema.Golden, ...], schema.Accuracy]:
+    scorer = Scorer(executor, plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens)
+    tokenizer = Tokenizer.load(root / "tokenizer")
+    with progress.stage("goldens"):
+        material = accuracy.generate(scorer, tokenizer.encode, plan.limits.max_model_len)
+    _check_ids(material, plan.limits.vocab_size)
+    if judge is None:
+        return accuracy.unjudged(material)
+    bar = progress.rows("reference", sum(len(s) for s in material.sequences))
+    return accuracy.judge(material, scorer, judge.logits(material.sequences), "transformers f32", bar)
+
+
+def _check_ids(material: accuracy.Material, vocab_size: int) -> None:
+    top = max(max(s) for s in material.sequences)
+    if top >= vocab_size:
+        raise PlancError(f"the tokenizer makes token {top}, the model's vocabulary ends at {vocab_size - 1}.")
