@@ -121,8 +121,9 @@ def test_a_plan_holds_the_checkpoints_codes(layout: str, tmp_path: Path) -> None
 def stored(root: Path, weight: Weight) -> np.ndarray[Any, Any]:
     """A weight of the plan's file, unpacked."""
     t = weight.value.type
-    entry = read_header(root / weights.WEIGHTS_FILE)[weight.name]
-    data = np.fromfile(root / weights.WEIGHTS_FILE, np.uint8, entry.nbytes, offset=entry.offset).view(DTYPES[t.dtype])
+    (file,) = weights.rank_files(1)
+    entry = read_header(root / file)[weight.name]
+    data = np.fromfile(root / file, np.uint8, entry.nbytes, offset=entry.offset).view(DTYPES[t.dtype])
     shape = [int(d) for d in t.shape]
     return unpack(data, shape, t.layout) if t.layout in PACKED else data.reshape(shape)
 
