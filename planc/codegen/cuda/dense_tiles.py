@@ -57,11 +57,13 @@ def _rows_first(arch: int, rows: int, n: int, bk: int, x_bytes: int, w_bytes: in
     most = 128 if arch in _WARPGROUP or (_BUDGET[arch] > 100 << 10 and w_bytes > 1) else 64
     bm = _step(rows, 64 if arch in _WARPGROUP else 16, most)
     narrow = 32 if -(-n // 64) < _FULL else 64
-    # On sm_100 sums of fp8 come from tensor memory each step, and two tiles of 128 x 128 do not fit into registers.
-    bn = narrow if rows <= 64 else 64 if arch == 100 and w_bytes == 1 else 128
+    # On sm_100 each step's sum of fp8 comes from tensor memory: registers hold it beside the sum of all steps.
+    two_sums = arch == 100 and w_bytes == 1
+    bn = narrow if rows <= 64 else 64 if two_sums else 128
     if ragged:
         bm, bn = min(bm, 64), 32
-    wide = bm * bn >= 128 * (64 if arch == 100 and w_bytes == 1 else 128) if arch in _WARPGROUP else bm >= 64  # by what registers a thread has
+    full = 128 * 64 if two_sums else 128 * 128
+    wide = bm * bn >= full if arch in _WARPGROUP else bm >= 64  # by what registers a thread has
     # Where tensor cores read registers, a stage's values are there before its memory is filled again: one stage more.
     extra = 0 if arch in _WARPGROUP else 1
     stages = _stages(arch, bm * bk * x_bytes + bn * bk * w_bytes) + extra

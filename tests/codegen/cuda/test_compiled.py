@@ -81,7 +81,9 @@ SLOW = {
     "cumsum": simple(case("cumsum", f32("T", 70))),
     "argmax": simple(case("argmax", f32("T", 70))),
     "concat": simple(case("concat", f32("T", 3, 4), f32("T", 3, 5), axis=2)),
-    "chain": simple(case("fused", f32("T", 70), f32(70), code="tanh(i0);gelu(t0);pow(i1,1.5);div(t1,t2);floor(t3)")),
+    "chain": simple(
+        case("fused", f32("T", 70), f32(70), code="tanh(i0);gelu(t0);abs(i1);pow(t2,1.5);div(t1,t3);floor(t4)")
+    ),
 }
 NO_FP8 = (80,)
 
