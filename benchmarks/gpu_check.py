@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import median, row
-from planc.compiler.emulate import Reference, batches, compared, read_graph, read_weights
+from planc.compiler.emulate import Reference, batches, compared, read_weights
+from planc.compiler.ir import text
 from planc.plans import store
 from planc.plans.schema import Plan
 from planc.runtime.batch import Batch, Executor
@@ -86,7 +87,7 @@ def timed(executor: Executor, batch: Batch, runs: int) -> float:
 
 def right(root: Path, plan: Plan, executor: Executor) -> bool:
     """Steps beside the references, then the goldens."""
-    graph = read_graph(root)
+    graph = text.read(root / store.GRAPH)
     reference = Reference(plan, graph, [read_weights(root, plan, graph, 0)])
     good = True
     for name, batch in batches(plan, seed=0):
@@ -128,8 +129,7 @@ def main() -> None:
     parser.add_argument("--emulated", action="store_true", help="on the emulator: to try this script")
     args = parser.parse_args()
     plan = store.load(args.plan)
-    full = -(-plan.limits.max_model_len // plan.kv.block_size) * plan.limits.max_num_seqs
-    pages = min(PAGES, full)
+    pages = min(PAGES, plan.sequence_pages * plan.limits.max_num_seqs)
     start = time.perf_counter()
     with executor_of(args.plan, plan, pages, args.emulated) as executor:
         row(benchmark="gpu_check", plan=args.plan.name, target=plan.target, load_s=time.perf_counter() - start)

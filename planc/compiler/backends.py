@@ -65,11 +65,8 @@ def _cpu(graph: Graph, options: Options, root: Path, progress: Progress) -> Gene
     )
     kernels = tuple(schema.Kernel(k.name, k.op, f"{k.name}.cpp", code.counts[k.name]) for k in code.kernels)
     constant, packed = (weights.total_bytes(found) for found in weights.split(graph))
-    return Generated(made, kernels, {"compiler": cpu.compiler().version}, packed, constant, _pages(options))
-
-
-def _pages(options: Options) -> int:
-    return -(-options.max_model_len // options.block_size) * options.max_num_seqs
+    pages = options.sequence_pages * options.max_num_seqs
+    return Generated(made, kernels, {"compiler": cpu.compiler().version}, packed, constant, pages)
 
 
 def _cuda(graph: Graph, options: Options, root: Path, progress: Progress) -> Generated:
@@ -78,9 +75,7 @@ def _cuda(graph: Graph, options: Options, root: Path, progress: Progress) -> Gen
     from planc.codegen.cuda.lower import Limits
     from planc.codegen.cuda.toolchain import toolchain
 
-    limits = Limits(
-        options.max_num_batched_tokens, options.max_num_seqs, -(-options.max_model_len // options.block_size)
-    )
+    limits = Limits(options.max_num_batched_tokens, options.max_num_seqs, options.sequence_pages)
     size = weights.total_bytes([*graph.weights])
     page = next(int(v.type.shape[1]) for v in graph.inputs if v.name == "kv")
     check_fits(options.target, options, size, arena_bytes(graph, options.dims), page * limits.pages)
@@ -94,6 +89,6 @@ def _cuda(graph: Graph, options: Options, root: Path, progress: Progress) -> Gen
         {"triton": toolchain().triton, "ptxas": toolchain().ptxas},
         made.weight_bytes - constant,
         constant,
-        _pages(options),
+        limits.pages * limits.seqs,
         tuple(estimates(graph, gpu, *steps)) if gpu else (),
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from planc.compiler.accuracy import log_softmax
 from planc.compiler.ir import interp, text
 from planc.compiler.ir.graph import Graph
 from planc.compiler.ir.types import DTYPES
@@ -36,17 +37,6 @@ class Verdict:
     detail: str
 
 
-def read_graph(root: Path) -> Graph:
-    """The graph of a plan; PlancError when it is missing or no graph."""
-    path = root / store.GRAPH
-    try:
-        return text.parse(path.read_text())
-    except FileNotFoundError:
-        raise PlancError(f"{path} is missing; build the plan again.") from None
-    except (ValueError, IndexError) as e:
-        raise PlancError(f"{path}: {e}. Build the plan again.") from e
-
-
 def read_weights(root: Path, plan: Plan, graph: Graph, rank: int = 0) -> dict[str, np.ndarray]:
     """Every weight of a graph as a rank has it stored, mapped."""
     found = {name: (root / f, e) for f in plan.weight_files_of(rank) for name, e in read_header(root / f).items()}
@@ -66,7 +56,7 @@ def whole(root: Path, plan: Plan, seed: int = 0) -> Iterator[Verdict]:
     """
     from planc.emulator.run import emulated
 
-    graph = read_graph(root)
+    graph = text.read(root / store.GRAPH)
     ranks = [read_weights(root, plan, graph, rank) for rank in range(plan.limits.ranks)]
     reference = Reference(plan, graph, ranks)
     with emulated(root, plan, reference.pages, seed=seed) as gpu:
@@ -137,7 +127,7 @@ def compared(name: str, logits: np.ndarray, wanted: np.ndarray) -> Verdict:
     """Mean KL of two sets of logits [R, vocab], and their largest difference."""
     if not np.isfinite(logits).all():
         return Verdict(name, False, "logits are not finite")
-    p, q = _log_softmax(wanted), _log_softmax(logits)
+    p, q = log_softmax(wanted), log_softmax(logits)
     kl = float((np.exp(p) * (p - q)).sum(-1).mean())
     same = int((wanted.argmax(-1) == logits.argmax(-1)).sum())
     detail = (
@@ -147,17 +137,12 @@ def compared(name: str, logits: np.ndarray, wanted: np.ndarray) -> Verdict:
     return Verdict(name, kl <= MOST_KL, detail)
 
 
-def _log_softmax(x: np.ndarray) -> np.ndarray:
-    shifted = x.astype(np.float64) - x.max(-1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
-
-
 def verify(root: Path, report: Callable[[Verdict], None], seed: int = 0, kernels: bool = False) -> bool:
     """Runs what can be run of a plan; True when all of it holds. PlancError for a plan that is no CUDA plan."""
     from planc.compiler.emulate_kernels import each_kernel
 
     plan = store.load(root)
-    if not plan.target.startswith("cuda:"):
+    if not plan.is_cuda:
         raise PlancError(f"{root} is for {plan.target}; --emulate runs plans for GPUs. Leave it out to run this one.")
     small = plan.has_weights and plan.model.num_parameters <= WHOLE
     checks = whole(root, plan, seed) if small and not kernels else each_kernel(root, plan, seed)

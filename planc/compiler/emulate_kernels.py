@@ -4,7 +4,6 @@ Of a kernel with many blocks some are run, spread over the grid; what they write
 touched. So a model of any size is checked in minutes, its weights not needed.
 """
 
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -12,18 +11,19 @@ from pathlib import Path
 
 import numpy as np
 
-from planc.codegen.cuda.call import Bucket, Call, Ref, calls
+from planc.codegen.cuda.call import Bucket, Call, Ref, calls, page_table
 from planc.codegen.cuda.collective import places
 from planc.codegen.cuda.lower import aligned
-from planc.compiler.emulate import Verdict, read_graph
+from planc.compiler.emulate import Verdict
+from planc.compiler.ir import text
 from planc.compiler.ir.graph import Graph, Node
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.quant import scheme
 from planc.compiler.ir.types import DTYPES, PACKED, TensorType
 from planc.compiler.weights import stored_shape
 from planc.errors import PlancError
-from planc.plans import launches
-from planc.plans.launches import KV, Binary, LaunchPlan
+from planc.plans import launches, store
+from planc.plans.launches import KV, Arg, Binary, LaunchPlan
 from planc.plans.schema import Plan
 
 _NUMBERS = 64  # integers of a value that points into nothing are below this
@@ -54,7 +54,7 @@ def each_kernel(root: Path, plan: Plan, seed: int) -> Iterator[Verdict]:
     """Every kernel of the plan on the smallest step that uses it. KernelFault is a verdict that does not hold."""
     from planc.emulator.machine import KernelFault
 
-    graph, held = read_graph(root), launches.load(root)
+    graph, held = text.read(root / store.GRAPH), launches.load(root)
     for case in _cases(graph, held):
         try:
             yield _checked(root, plan, graph, held, case, np.random.default_rng(seed))
@@ -65,7 +65,7 @@ def each_kernel(root: Path, plan: Plan, seed: int) -> Iterator[Verdict]:
 def _cases(graph: Graph, held: LaunchPlan) -> Iterator[_Case]:
     """For each kernel of the plan, the first node of the smallest bucket that is run by it."""
     left = {b.name for b in held.binaries}
-    types = dict(graph.types) | {"page_table": TensorType("i32", ("S", held.page_table_stride))}
+    types = {**graph.types, **page_table(held.page_table_stride)}
     wide = aligned(graph)
     for step in held.graphs:
         bucket = Bucket(step.tokens, step.seqs, step.rows)
@@ -148,14 +148,15 @@ def _laid_out(array: np.ndarray, t: TensorType | None) -> np.ndarray:
 def _parameters(binary: Binary, call: Call, places: Mapping[str, int], size: int) -> bytes:
     buffer = bytearray(size)
     for (offset, width), ref in zip(binary.params, call.args, strict=False):
-        buffer[offset : offset + width] = _packed(ref, places)
+        buffer[offset : offset + width] = launches.pack(*_argument(ref, places))
     return bytes(buffer)
 
 
-def _packed(ref: Ref, places: Mapping[str, int]) -> bytes:
+def _argument(ref: Ref, places: Mapping[str, int]) -> tuple[Arg, int]:
+    """An argument as a launch plan has it, and the address of its buffer."""
     if ref.kind in ("value", "scratch"):
-        return struct.pack("<Q", places[str(ref.value)] + ref.offset)
-    return struct.pack({"i32": "<i", "i64": "<q", "f32": "<f"}[ref.kind], ref.value)
+        return Arg("buffer", str(ref.value), ref.offset), places[str(ref.value)]
+    return Arg(ref.kind, ref.value), 0
 
 
 class _Inputs:

@@ -38,8 +38,7 @@ def measure(
             cpu.build(program.program(graph, on, options.dims), Path(scratch) / "kernels", progress=bar)
             (Path(scratch) / "weights").symlink_to((root / "weights").resolve())
             runnable, home = replace(plan, target=str(on)), Path(scratch)
-        pages = -(-options.max_model_len // options.block_size)
-        executor = open_on_cpu(home, runnable, num_blocks=min(pages, -(-4096 // options.block_size)))
+        executor = open_on_cpu(home, runnable, num_blocks=min(options.sequence_pages, -(-4096 // options.block_size)))
         try:
             with bounded(executor, plan.memory.weights):
                 goldens, measured = _score(root, executor, plan, judge, progress)

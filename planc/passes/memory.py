@@ -9,7 +9,6 @@ import numpy as np
 
 from planc.compiler.ir.graph import Graph, Node, Value
 from planc.compiler.ir.ops import OPS
-from planc.compiler.ir.types import TensorType
 from planc.passes.options import Options
 
 _ALIGN = 64
@@ -40,14 +39,8 @@ def memory(graph: Graph, options: Options) -> tuple[Graph, int]:
 
 def arena_bytes(graph: Graph, dims: dict[str, int]) -> int:
     """Size of the arena of a planned graph, in bytes."""
-    ends = [v.addr + _extent(v.type, dims) for n in graph.nodes for v in n.outputs if v.addr is not None]
+    ends = [v.addr + v.type.extent(dims) for n in graph.nodes for v in n.outputs if v.addr is not None]
     return _aligned(max(ends, default=0))
-
-
-def _extent(t: TensorType, dims: dict[str, int]) -> int:
-    """Bytes from the first element of a value to the end of its last one."""
-    shape = [dims[d] if isinstance(d, str) else d for d in t.shape]
-    return (sum((n - 1) * s for n, s in zip(shape, t.strides(), strict=True)) + 1) * t.itemsize
 
 
 def _aligned(n: int) -> int:

@@ -32,6 +32,11 @@ class Options:
         return self.quant or QuantConfig(self.dtype)
 
     @property
+    def sequence_pages(self) -> int:
+        """Pages of a sequence of max_model_len tokens."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
     def dims(self) -> dict[str, int]:
         """The largest value of each symbol that sizes the arena."""
         return {"T": self.max_num_batched_tokens, "R": self.max_num_seqs, "S": self.max_num_seqs}

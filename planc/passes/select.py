@@ -7,7 +7,7 @@ A node without a kernel stops the build here, before any work on weights, with t
 
 from dataclasses import replace
 
-from planc.codegen.cuda.call import Bucket, calls
+from planc.codegen.cuda.call import Bucket, calls, page_table
 from planc.codegen.kernel import choose, layouts
 from planc.compiler.ir.graph import Graph, Node, Value, Weight
 from planc.compiler.ir.ops import OPS
@@ -44,8 +44,12 @@ def _calls(n: Node, types: list[TensorType], options: Options) -> None:
     """PlancError when no CUDA kernel takes these inputs."""
     limits = options.dims
     bucket = Bucket(limits["T"], limits["S"], limits["R"])
-    pages = {"page_table": TensorType("i32", ("S", -(-options.max_model_len // options.block_size)))}
-    calls(n, dict(zip(n.inputs, types, strict=True)) | pages, options.target.sm.number, bucket)
+    calls(
+        n,
+        dict(zip(n.inputs, types, strict=True)) | page_table(options.sequence_pages),
+        options.target.sm.number,
+        bucket,
+    )
 
 
 def _types(n: Node, graph: Graph) -> list[TensorType]:

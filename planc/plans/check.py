@@ -59,7 +59,7 @@ def _weights(root: Path, plan: Plan) -> Finding:
 
 
 def _target(plan: Plan) -> Finding:
-    if plan.target.startswith("cuda:"):
+    if plan.is_cuda:
         return Finding(
             "target", True, f"{plan.target}; planc run looks for that GPU, planc verify --emulate needs none"
         )
@@ -73,7 +73,7 @@ def _target(plan: Plan) -> Finding:
 
 def _memory(plan: Plan) -> Finding:
     m, free = plan.memory, available_bytes()
-    if plan.target.startswith("cuda:"):
+    if plan.is_cuda:
         need = m.constants + m.weights + m.arena + m.kv_token * plan.limits.max_model_len
         return Finding("memory", True, f"{need / 2**20:,.0f} MiB of each GPU for weights, arena and one full sequence")
     ranks = plan.limits.ranks

@@ -245,6 +245,16 @@ class Plan:
         return tuple(n for n in self.weight_files if n == own or not n.startswith(_RANK_FILES))
 
     @property
+    def is_cuda(self) -> bool:
+        """Whether the plan is for a GPU."""
+        return self.target.startswith("cuda:")
+
+    @property
+    def sequence_pages(self) -> int:
+        """Pages of a sequence of max_model_len tokens."""
+        return -(-self.limits.max_model_len // self.kv.block_size)
+
+    @property
     def has_weights(self) -> bool:
         """False when built with `--weights none`."""
         return self.options.weights == "pack"

@@ -140,8 +140,7 @@ class CpuExecutor:
 
 def kv_blocks(plan: Plan, memory: int, max_num_seqs: int) -> int:
     """Blocks of the KV cache that `memory` bytes hold, no more than max_num_seqs full sequences or int32 slots need."""
-    per_seq = -(-plan.limits.max_model_len // plan.kv.block_size)
-    blocks = min(memory // plan.kv.page_bytes, max_num_seqs * per_seq, MAX_SLOTS // plan.kv.block_size)
+    blocks = min(memory // plan.kv.page_bytes, max_num_seqs * plan.sequence_pages, MAX_SLOTS // plan.kv.block_size)
     if blocks < 1:
         raise PlancError(
             f"the KV cache has {max(memory, 0)} bytes and needs at least {plan.kv.page_bytes}, for one block of "

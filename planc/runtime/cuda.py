@@ -348,7 +348,7 @@ def _parameters(api: Any, binary: Binary, launch: Launch, arenas: Arenas) -> Ite
 
 
 def _check(root: Path, plan: Plan, together: bool) -> None:
-    if not plan.target.startswith("cuda:"):
+    if not plan.is_cuda:
         raise PlancError(f"the plan is for {plan.target}; the CUDA executor runs plans for cuda targets")
     check_paths(root, plan)
     if plan.limits.ranks > 1 and not together:

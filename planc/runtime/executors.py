@@ -14,16 +14,11 @@ if TYPE_CHECKING:
     from planc.runtime.cuda import CudaExecutor
 
 
-def is_cuda(plan: Plan) -> bool:
-    """Whether a plan is for a GPU."""
-    return plan.target.startswith("cuda:")
-
-
 def open_executor(
     root: Path, plan: Plan, num_blocks: int, num_threads: int | None = None
 ) -> CpuExecutor | RankedExecutor | CudaExecutor:
     """An executor of all ranks of the plan; `num_threads` are those of all ranks together, and no matter to a GPU."""
-    if is_cuda(plan):
+    if plan.is_cuda:
         from planc.runtime.cuda import CudaExecutor
 
         return CudaExecutor(root, plan, num_blocks)
@@ -42,7 +37,7 @@ def kv_memory(root: Path, plan: Plan, utilization: float) -> int:
     """Bytes that the KV cache of a rank may take: a share of the memory of the machine or its GPU, less what weights
     and activations need. Weights count as used although the kernel could drop their pages: serving needs them.
     """
-    if is_cuda(plan):
+    if plan.is_cuda:
         from planc.runtime.cuda import kv_memory as of_gpu
 
         return of_gpu(root, plan, utilization)

@@ -73,7 +73,7 @@ class Places:
 
 def _pages(plan: Plan, num_blocks: int) -> int:
     """Entries of a row of the page table, at most."""
-    return max(num_blocks, -(-plan.limits.max_model_len // plan.kv.block_size))
+    return max(num_blocks, plan.sequence_pages)
 
 
 def main(steps: int, life: int, answers: int, memory_fd: int) -> int:

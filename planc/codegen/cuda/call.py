@@ -59,9 +59,14 @@ class Bucket:
     seqs: int
     rows: int
 
+    @property
+    def dims(self) -> dict[str, int]:
+        """Lengths of the axes of activations."""
+        return {"T": self.tokens, "S": self.seqs, "R": self.rows}
+
     def size(self, dim: int | str) -> int:
         """The length of an axis. KeyError when a symbol is no axis of activations."""
-        return dim if isinstance(dim, int) else {"T": self.tokens, "S": self.seqs, "R": self.rows}[dim]
+        return dim if isinstance(dim, int) else self.dims[dim]
 
 
 @dataclass(frozen=True)
@@ -166,6 +171,11 @@ def calls(
         f"{node.op} at {node.loc or 'top level'} has no kernel on sm_{arch} for "
         f"({', '.join(map(str, site.inputs))}); kernels of {node.op}: {have}"
     )
+
+
+def page_table(pages: int) -> dict[str, TensorType]:
+    """The type of the page table by its name, its width a number, as the kernels of a plan have it."""
+    return {"page_table": TensorType("i32", ("S", pages))}
 
 
 def kernel(

@@ -12,7 +12,7 @@ from planc.codegen.skus import SKU
 from planc.compiler.ir.graph import Graph, Node
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.quant import scheme
-from planc.compiler.ir.types import PACKED, TensorType
+from planc.compiler.ir.types import TensorType
 from planc.plans.schema import Estimate, KernelEstimate
 
 # What large products and copies reach of the published rates, measured on an H200: 769-798 of 989 TFLOP/s in bf16, 4.3
@@ -22,6 +22,7 @@ _LAUNCH = 2e-6  # seconds that a kernel in a graph takes at least
 _COLLECTIVE = 10e-6  # seconds of an exchange of nothing
 CONTEXT = 1024  # tokens that each sequence of an estimated decode step looks at
 _SEQS = (1, 8, 64)
+_UNCOUNTED = {"S1": 1, "P": 1, "M": 1}  # axes of inputs whose bytes are counted by what is read, or are few
 
 
 def estimates(graph: Graph, gpu: SKU, max_seqs: int, max_tokens: int, max_len: int, ranks: int = 1) -> list[Estimate]:
@@ -101,9 +102,5 @@ def _attention(n: Node, inputs: list[TensorType], out: float, bucket: Bucket, co
     return moved, 2.0 * bucket.tokens * int(inputs[0].shape[1]) * dims * seen * share, "bf16"
 
 
-def _nbytes(t: TensorType, bucket: Bucket) -> float:
-    if t.layout in PACKED:
-        return t.nbytes()
-    symbols = {"T", "S", "R"}
-    sized = [bucket.size(d) if isinstance(d, int) or d in symbols else 1 for d in t.shape]
-    return prod(sized) * t.itemsize
+def _nbytes(t: TensorType, bucket: Bucket) -> int:
+    return t.nbytes(_UNCOUNTED | bucket.dims)

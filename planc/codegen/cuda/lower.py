@@ -7,14 +7,13 @@ and write. Values keep the addresses that the memory pass gave them for the larg
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from planc.codegen.cuda.call import Bucket, Call, Ref, TritonKernel, calls
+from planc.codegen.cuda.call import Bucket, Call, Ref, TritonKernel, calls, page_table
 from planc.codegen.cuda.call import scratch as scratch_ref
 from planc.codegen.cuda.call import value as value_ref
 from planc.codegen.cuda.collective import GATHERED, elements, places
 from planc.codegen.cuda.hazards import Hazards, Span
 from planc.compiler.ir.graph import Graph, Node
 from planc.compiler.ir.ops import OPS
-from planc.compiler.ir.types import PACKED, TensorType
 from planc.errors import PlancError
 from planc.plans.launches import INPUTS, KV, Arg, Binary, Buffer, Launch, LaunchPlan, StepGraph
 
@@ -95,7 +94,7 @@ class _Lowering:
 
     def __init__(self, graph: Graph, sm: int, limits: Limits) -> None:
         self.graph, self.sm, self.limits = graph, sm, limits
-        self.types = dict(graph.types) | {"page_table": TensorType("i32", ("S", limits.pages))}
+        self.types = {**graph.types, **page_table(limits.pages)}
         self.kernels: dict[str, TritonKernel] = {}
         self.largest = Bucket(limits.tokens, limits.seqs, limits.seqs)
         self.addresses = {v.name: v.addr for n in graph.nodes for v in n.outputs}
@@ -113,7 +112,7 @@ class _Lowering:
         return (t, t, t, s * self.limits.pages, s + 1, s)
 
     def _activations(self) -> int:
-        ends = [a + _extent(self.types[n], self.largest) for n, a in self.addresses.items() if a is not None]
+        ends = [a + self.types[n].extent(self.largest.dims) for n, a in self.addresses.items() if a is not None]
         return _aligned(max(ends, default=0))
 
     def _place(self, name: str, arena: str, nbytes: int) -> None:
@@ -131,7 +130,7 @@ class _Lowering:
             address = self.addresses.get(name)
             if address is None:
                 raise PlancError(f"%{name} has no address; run the memory pass first")
-            self.buffers[name] = Buffer(name, "act", address, _extent(self.types[name], self.largest))
+            self.buffers[name] = Buffer(name, "act", address, self.types[name].extent(self.largest.dims))
         return self.buffers[name]
 
     def step(self, bucket: Bucket) -> StepGraph:
@@ -139,11 +138,10 @@ class _Lowering:
         hazards, launches = Hazards(), list[Launch]()
         for node in self.graph.nodes:
             collective = OPS[node.op].collective
-            if collective:
-                launches.append(self._collective(node, bucket, hazards))
-            make = self._placing if collective else self._calls
-            made = make(node, bucket)
+            made = (self._placing if collective else self._calls)(node, bucket)
             scratch = self._scratch(made)
+            if collective:
+                launches.append(self._collective(node, bucket, scratch, hazards))
             for call in made:
                 self.kernels.setdefault(call.kernel.name, call.kernel)
                 args = tuple(self._arg(ref, scratch) for ref in call.args)
@@ -157,12 +155,13 @@ class _Lowering:
     def _placing(self, node: Node, bucket: Bucket) -> tuple[Call, ...]:
         return places(node, self.types, bucket) if node.op == "all_gather" else ()
 
-    def _collective(self, node: Node, bucket: Bucket, hazards: Hazards) -> Launch:
+    def _collective(
+        self, node: Node, bucket: Bucket, scratch: Mapping[str, tuple[int, int]], hazards: Hazards
+    ) -> Launch:
         """A launch of the ranks' library: its kernel is the op's name, its arguments a rank's part, the result and the
         elements of the part. All ranks must make them in one order, so each waits for the one before.
         """
         count = elements(node, self.types, bucket)
-        scratch = self._scratch(self._placing(node, bucket))
         result = scratch_ref(GATHERED) if scratch else value_ref(node.out.name)
         args = tuple(self._arg(ref, scratch) for ref in (value_ref(node.inputs[0]), result, Ref("i64", count)))
         reads = self._spans([node.inputs[0]], node, scratch, bucket)
@@ -202,16 +201,8 @@ class _Lowering:
                 found.append((KV, layer, layer + 1))
             elif name not in self.weights and name not in INPUTS:
                 buffer = self.buffer(name)
-                found.append((buffer.arena, buffer.offset, buffer.offset + _extent(self.types[name], bucket)))
+                found.append((buffer.arena, buffer.offset, buffer.offset + self.types[name].extent(bucket.dims)))
         return found
-
-
-def _extent(t: TensorType, bucket: Bucket) -> int:
-    """Bytes from the first element of a value to the end of its last one."""
-    if t.layout in PACKED:
-        return t.nbytes()
-    shape = [bucket.size(d) for d in t.shape]
-    return (sum((n - 1) * s for n, s in zip(shape, t.strides(), strict=True)) + 1) * t.itemsize
 
 
 def _aligned(n: int) -> int:

@@ -5,10 +5,12 @@ import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import isinf
+from pathlib import Path
 
 from planc.compiler.ir.graph import Graph, Node, Value, Weight
 from planc.compiler.ir.recipe import Recipe
 from planc.compiler.ir.types import Attr, Dim, TensorType
+from planc.errors import PlancError
 
 _TYPE = r"\w+\[[^\]]*\](?:@(?:strides:\d+(?:,\d+)*|\w+))?"
 _VALUE = re.compile(rf"%(?P<name>[^\s:,()]+): (?P<type>{_TYPE})(?: at (?P<addr>0x[0-9a-f]+))?(?=[,)]|\s|$)")
@@ -90,6 +92,16 @@ def parse(text: str, recipes: Recipes | None = None) -> Graph:
             raise ValueError(f"line {number}: {e}: {line.strip()[:120]}") from e
     outputs = tuple(o.strip().removeprefix("%") for o in lines[-2].removeprefix("  return ").split(","))
     return Graph(head[1], inputs, tuple(weights), tuple(nodes), outputs)
+
+
+def read(path: Path) -> Graph:
+    """The graph of a plan's file; PlancError when it is missing or no graph."""
+    try:
+        return parse(path.read_text())
+    except FileNotFoundError:
+        raise PlancError(f"{path} is missing; build the plan again.") from None
+    except (ValueError, IndexError) as e:
+        raise PlancError(f"{path}: {e}. Build the plan again.") from e
 
 
 def _values(text: str) -> list[Value]:

@@ -88,6 +88,11 @@ class TensorType:
             out.append(out[-1] * int(d))
         return tuple(reversed(out))[-len(self.shape) :] if self.shape else ()
 
+    def extent(self, dims: Mapping[str, int]) -> int:
+        """Bytes from the first element to the end of the last one, of a value that is not packed."""
+        shape = [dims[d] if isinstance(d, str) else d for d in self.shape]
+        return (sum((n - 1) * s for n, s in zip(shape, self.strides(), strict=True)) + 1) * self.itemsize
+
     def nbytes(self, dims: Mapping[str, int] | None = None) -> int:
         """Bytes of the tensor, padding of packed layouts included; symbols come from `dims` (KeyError if absent)."""
         shape = [d if isinstance(d, int) else (dims or {})[d] for d in self.shape]

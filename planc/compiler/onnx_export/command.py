@@ -12,7 +12,6 @@ from onnx import ModelProto
 
 from planc import __version__
 from planc.compiler.ir import text
-from planc.compiler.ir.graph import Graph
 from planc.compiler.onnx_export import model, writer
 from planc.compiler.onnx_export.weights import Weights
 from planc.compiler.progress import Progress
@@ -58,7 +57,8 @@ def export(request: ExportRequest, progress: Progress) -> Exported:
             "with --tp 1, then export it."
         )
     check_paths(request.plan, plan)
-    graph = _graph(request.plan, plan)
+    check_file(request.plan, plan, store.GRAPH)
+    graph = text.read(request.plan / store.GRAPH)
     weights = Weights(request.plan, plan, graph)
     proto = model.graph_proto(graph)
     layout = writer.layout(weights, proto)
@@ -90,17 +90,6 @@ def _looks_like_onnx(path: Path) -> bool:
     with open(path, "rb") as f:
         head = f.read(2)
     return len(head) == 2 and head[0] == 8 and 0 < head[1] < 64
-
-
-def _graph(root: Path, plan: Plan) -> Graph:
-    path = root / store.GRAPH
-    check_file(root, plan, store.GRAPH)
-    try:
-        return text.parse(path.read_text())
-    except FileNotFoundError:
-        raise PlancError(f"{path} is missing; build the plan again.") from None
-    except (ValueError, IndexError) as e:
-        raise PlancError(f"{path}: {e}. Build the plan again.") from e
 
 
 def _header(plan: Plan) -> ModelProto:
