@@ -157,6 +157,39 @@ def build(**flags: Any) -> None:
 
 
 @main.command()
+@click.argument("plan", type=PLAN)
+@click.option("--model", required=True, help="Whose weights: as `planc build` takes it, with the plan's config.")
+@click.option("-o", "--output", "out", type=click.Path(path_type=Path), help="Where to write. [default: PLAN itself]")
+@click.option(
+    "--reference",
+    type=click.Choice(["transformers", "none"]),
+    default="transformers",
+    show_default=True,
+    help="What judges the plan; none skips it, and of a GPU's plan the goldens too.",
+)
+@click.option("--max-kl", type=float, help="Most mean KL to the reference, in nats. [default: the scheme's]")
+@click.option("--max-ppl-increase", metavar="P%", help="Most growth of perplexity. [default: the scheme's]")
+@click.option("--revision", help="Branch, tag or commit of a hub id.")
+@click.option("--allow-pickle", is_flag=True, help="Read pickled weights (weights_only) where there are no others.")
+@click.option("--trust-remote-code", is_flag=True, help="Run the model folder's own Python.")
+@click.option("--force", is_flag=True, help="Replace a plan that exists at -o.")
+@_build_extra
+def pack(**flags: Any) -> None:
+    """Add a model's weights to a plan that was built with --weights none, without a rebuild."""
+    from planc.compiler.pack import PackRequest
+    from planc.compiler.pack import pack as add_weights
+    from planc.compiler.progress import Progress
+    from planc.plans.show import lines, outcome
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as an interrupt does: with nothing left behind
+    request = PackRequest(**flags)
+    with Progress() as progress:
+        plan = add_weights(request, progress)
+    click.echo(f"{request.out or request.plan}: {plan.model.name} {plan.options.dtype} for {plan.target}")
+    click.echo("\n".join(lines(outcome(plan))))
+
+
+@main.command()
 @click.option("--arch", multiple=True, help="A causal-LM type of transformers; may be repeated. [default: all]")
 @click.option("--jobs", type=int, help="Types at a time. [default: the CPUs that this process may use]")
 @click.option("--shard", metavar="I/N", help="Check the I-th of N parts of the list, counted from 1.")

@@ -9,6 +9,7 @@ from planc.codegen.target import Target
 from planc.compiler import weights
 from planc.compiler.fit import check_fits
 from planc.compiler.ir.graph import Graph
+from planc.compiler.ir.types import Attr
 from planc.passes.memory import arena_bytes
 from planc.passes.options import Options
 from planc.plans import schema
@@ -92,3 +93,21 @@ def _cuda(graph: Graph, options: Options, root: Path, progress: Progress) -> Gen
         limits.pages * limits.seqs,
         tuple(estimates(graph, gpu, *steps)) if gpu else (),
     )
+
+
+def kv_of(graph: Graph, options: Options) -> schema.KVLayout:
+    """The cache layout that the graph's kv_append nodes spell; masks are those of the attention that reads it."""
+    appends = [n for n in graph.nodes if n.op == "kv_append"]
+    masks: dict[Attr, set[tuple[str, int]]] = {}
+    for n in graph.nodes:
+        if n.op == "paged_attention":
+            masks.setdefault(n.attr("layer"), set()).add((str(n.attr("kind")), int(n.attr("window"))))  # type: ignore[arg-type]
+    names = ("heads", "k_dim", "v_dim", "k_offset", "v_offset", "k_scale_offset", "v_scale_offset")
+    layers = []
+    for n in appends:
+        readers = masks[n.attr("layer")]
+        mask, window = next(iter(readers)) if len(readers) == 1 else ("causal", 0)  # what any of them may look at
+        own = {k: int(v) for k, v in n.attrs if k in names}  # type: ignore[arg-type]
+        layers.append(schema.KVLayer(window=window, mask=mask, **own))
+    page_bytes = next(int(v.type.shape[1]) for v in graph.inputs if v.name == "kv")
+    return schema.KVLayout(options.kv_dtype, options.block_size, page_bytes, tuple(layers))

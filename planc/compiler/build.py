@@ -2,7 +2,6 @@
 
 import platform
 import resource
-import tempfile
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.metadata import version
@@ -12,21 +11,18 @@ from typing import TYPE_CHECKING
 import planc
 from planc.codegen import target as targets
 from planc.codegen.target import Target
-from planc.compiler import accuracy, gate, weights
-from planc.compiler.backends import check_tools, generate
+from planc.compiler import accuracy, facts, gate, weights
+from planc.compiler.backends import check_tools, generate, kv_of
 from planc.compiler.calibrate import BUILTIN, LEAST, TOKENS, calibrate_model, calibration_text
 from planc.compiler.ir.graph import Graph
 from planc.compiler.ir.text import to_text
-from planc.compiler.ir.types import Attr
-from planc.compiler.measure import measure
+from planc.compiler.measure import judge_of, measure, measure_twin, with_errors
 from planc.compiler.mixed import Attempt, passing
 from planc.compiler.progress import Progress
 from planc.compiler.reference import Judge
-from planc.compiler.source import DescribedSource, ModelSource, open_source
+from planc.compiler.source import ModelSource, open_source, record
 from planc.compiler.source.base import most_positions
 from planc.compiler.storage import check_kernels, storage, used
-from planc.compiler.tokenizer import save_tokenizer
-from planc.compiler.weight_errors import errors, quantized
 from planc.errors import PlancError, UsageError
 from planc.passes.choices import Choices
 from planc.passes.options import Options
@@ -41,7 +37,6 @@ if TYPE_CHECKING:
 
 _MADE_WITH = ("torch", "transformers", "tokenizers", "numpy")
 KV_DTYPES = {"f32": "f32", "bf16": "bf16", "fp8": "f8e3m4", "int8": "i8"}  # --kv-cache-dtype -> elements of the cache
-_ROWS_BYTES = 16 << 20  # of reference logits at a time, in float32
 
 
 @dataclass(frozen=True)
@@ -128,7 +123,7 @@ def _published(job: "_Job", options: Options, out: Path) -> tuple["_Job", schema
     """The plan of one target, sealed and in its place, and the job with what other targets' plans can use again."""
     request, source, progress = job.request, job.source, job.progress
     with store.publish(out, force=request.force) as root:
-        tokenizer = _tokenizer(source, root / "tokenizer", progress)
+        tokenizer = facts.tokenizer_of(source, root / "tokenizer", progress)
         if tokenizer is not None:
             job, options = job.calibrated(options, tokenizer)
         first = job.make(root, options, measured=False)
@@ -139,18 +134,6 @@ def _published(job: "_Job", options: Options, out: Path) -> tuple["_Job", schema
         sealed = store.seal(root, first.plan)
         store.write_log(root, progress.seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         return job, sealed
-
-
-def _tokenizer(source: ModelSource, folder: Path, progress: Progress) -> Tokenizer | None:
-    """The model's tokenizer, saved to `folder`; None for a model that is only described, and has none."""
-    if isinstance(source, DescribedSource) and not source.has_tokenizer:
-        progress.say(f"{source.name} has no tokenizer here: it comes with the weights")
-        return None
-    with progress.stage("tokenizer"):
-        save_tokenizer(source, folder)
-        tokenizer = Tokenizer.load(folder)
-        _ = tokenizer.chat_template  # one that does not parse stops the build, not a request
-    return tokenizer
 
 
 def _check_request(request: BuildRequest) -> None:
@@ -171,10 +154,7 @@ def _check_request(request: BuildRequest) -> None:
         raise UsageError(
             "--max-kl, --max-ppl-increase and --auto-mixed need the weights and a reference to measure by."
         )
-    if request.max_kl is not None and not 0 < request.max_kl < float("inf"):
-        raise UsageError(f"--max-kl is {request.max_kl:g}; pass a number of nats above 0.")
-    if request.max_ppl_increase is not None:
-        gate.share(request.max_ppl_increase)
+    gate.check_asked(request.max_kl, request.max_ppl_increase)
     if request.auto_mixed and request.tp > 1:
         raise UsageError(
             "--auto-mixed measures single modules of a plan of one rank: build with --tp 1, and give what it widened "
@@ -184,8 +164,7 @@ def _check_request(request: BuildRequest) -> None:
 
 def _most(request: BuildRequest, options: Options) -> gate.Limits:
     """What the build may lose."""
-    increase = None if request.max_ppl_increase is None else gate.share(request.max_ppl_increase)
-    return gate.limits(options.storage, _kv_cache_dtype(request), request.max_kl, increase)
+    return gate.asked(options.storage, _kv_cache_dtype(request), request.max_kl, request.max_ppl_increase)
 
 
 def _options(request: BuildRequest, config: "PretrainedConfig", target: Target, quant: QuantConfig) -> Options:
@@ -232,10 +211,7 @@ def _lift(
     from planc.compiler.source.bind import Binding, bind
     from planc.compiler.trace import trace
 
-    if source.parent_type is not None:
-        progress.say(f"compiling the language model ({config.model_type}) of a {source.parent_type} model")
-    for note in source.notes:
-        progress.say(note)
+    facts.say_source(source, config, progress)
     with progress.stage("trace"):
         bindings: list[Binding] = []  # bound before the trace: a tie that the checkpoint breaks must not be traced
         traced = trace(
@@ -247,38 +223,14 @@ def _lift(
         (binding,) = bindings
     for path in traced.regimes:
         progress.say(f"{path} depends on the length of a sequence: fixed for {options.max_model_len} tokens")
-    if binding.untied:
-        progress.say(f"the checkpoint has its own tensor for {binding.untied[0]}, which the config ties: kept apart")
-    if binding.unused:
-        progress.say(f"{len(binding.unused)} tensors of the checkpoint are not used, first {binding.unused[0]}")
+    facts.say_binding(binding, progress)
     with progress.stage("lift"):
         graph = lift(traced, binding.recipes)
     with progress.stage("self-test"):
         self_test(config, request.trust_remote_code, options.max_model_len)
     parameters = sum(p.numel() for p in traced.module.parameters())
-    info = _model_info(source, config, parameters, binding.unused)
-    return _Job(source, request, progress, graph, replace(info, fixed_regimes=traced.regimes))
-
-
-def _model_info(
-    source: ModelSource, config: "PretrainedConfig", parameters: int, unused: list[str]
-) -> schema.ModelInfo:
-    text = config.get_text_config()
-    generation = source.generation_config()
-    eos = generation.get("eos_token_id") or []
-    bos = generation.get("bos_token_id", getattr(text, "bos_token_id", None))
-    architectures = getattr(config, "architectures", None) or [type(config).__name__]
-    return schema.ModelInfo(
-        name=source.name,
-        architecture=architectures[0],
-        model_type=config.model_type,
-        fingerprint=source.fingerprint(),
-        num_parameters=parameters,
-        num_layers=int(getattr(text, "num_hidden_layers", 0)),
-        bos_token_id=bos[0] if isinstance(bos, list) else bos,
-        eos_token_ids=tuple(eos if isinstance(eos, list) else [eos]),
-        unused_tensors=tuple(sorted(unused)),
-    )
+    info = facts.model_info(source, config, parameters, binding.unused, traced.regimes)
+    return _Job(source, request, progress, graph, info)
 
 
 @dataclass(frozen=True)
@@ -298,10 +250,7 @@ class _Job:
     def judge(self) -> Judge | None:
         if self.request.reference == "none":
             return None
-        vocab = getattr(self.source.config().get_text_config(), "vocab_size", 1 << 16)
-        chunk = max(1, min(64, _ROWS_BYTES // (4 * vocab)))
-        limit = _max_model_len(self.request.max_model_len, self.source.config())
-        return Judge(self.source, rows_per_chunk=chunk, limit=limit)
+        return judge_of(self.source, _max_model_len(self.request.max_model_len, self.source.config()))
 
     def calibrated(self, options: Options, tokenizer: Tokenizer) -> "tuple[_Job, Options]":
         """The job and options with what calibration chose, where a scheme profits from it."""
@@ -335,27 +284,21 @@ class _Job:
         return Attempt(options, graph, replace(plan, calibration=_calibration(self.calibration, log, options)))
 
     def measured(self, root: Path, attempt: Attempt) -> Attempt:
-        if attempt.options.target.kind == "cuda":
+        options = attempt.options
+        if options.target.kind == "cuda":
             plan = self._measured_by_twin(root, attempt)
         else:
-            plan = measure(root, attempt.graph, attempt.plan, self.judge, attempt.options, self.progress)
-        if plan.accuracy.mean_kl is not None and quantized(attempt.graph):
-            with self.progress.stage("errors of weights"):
-                found = errors(attempt.graph, self.source.read, self.source.read_rows, attempt.options.tp)
-            plan = replace(plan, accuracy=replace(plan.accuracy, weights=found))
-        return replace(attempt, plan=plan)
+            plan = measure(root, attempt.graph, attempt.plan, self.judge, options, self.progress)
+        return replace(attempt, plan=with_errors(plan, attempt.graph, self.source, options.tp, self.progress))
 
     def _measured_by_twin(self, root: Path, attempt: Attempt) -> schema.Plan:
         """A GPU's plan has its goldens and accuracy from a plan of the same weights and schemes for this CPU."""
-        options = replace(attempt.options, target=targets.host())
+        options = attempt.options
         stored = repr(options.storage)  # all else is the same for every target of a request
         if stored not in self._measured:
-            with tempfile.TemporaryDirectory(prefix="planc-", dir=root.parent) as folder:
-                twin = Path(folder)
-                (twin / "tokenizer").symlink_to((root / "tokenizer").resolve())
-                self.progress.say("measuring with a plan of the same weights for this CPU")
-                made = self.write(twin, *self.passes(options), options)
-                self._measured[stored] = measure(twin, made.graph, made.plan, self.judge, options, self.progress)
+            self._measured[stored] = measure_twin(
+                root, attempt.graph, attempt.plan, self.source, self.judge, options, self.progress
+            )
         found = self._measured[stored]
         return replace(
             attempt.plan, goldens=found.goldens, accuracy=found.accuracy, goldens_target=found.goldens_target
@@ -376,12 +319,14 @@ def _write(
     (root / store.GRAPH).write_text(to_text(graph))
     made = generate(graph, options, root, progress.counter("kernels"))
     weights.write_constants(graph, root)
+    record.write(source.config(), root)
     whole = replicated(graph) if options.tp > 1 else ()
     if whole:
         progress.say(f"every rank holds {len(whole)} products whole, first {whole[0]}")
     if request.weights == "pack":
-        bar = progress.bytes("weights", options.tp * weights.total_bytes(weights.split(graph)[1]))
-        weights.write_weights(graph, source.read, root, bar, source.read_rows, options.tp)
+        weights.pack_weights(graph, source, root, options.tp, progress)
+    else:
+        weights.write_leaves(graph, root)
     return schema.Plan(
         model=info,
         target=str(options.target),
@@ -424,21 +369,3 @@ def _limits(graph: Graph, options: Options) -> schema.Limits:
         vocab_size=int(vocab),
         ranks=options.tp,
     )
-
-
-def kv_of(graph: Graph, options: Options) -> schema.KVLayout:
-    """The cache layout that the graph's kv_append nodes spell; masks are those of the attention that reads it."""
-    appends = [n for n in graph.nodes if n.op == "kv_append"]
-    masks: dict[Attr, set[tuple[str, int]]] = {}
-    for n in graph.nodes:
-        if n.op == "paged_attention":
-            masks.setdefault(n.attr("layer"), set()).add((str(n.attr("kind")), int(n.attr("window"))))  # type: ignore[arg-type]
-    names = ("heads", "k_dim", "v_dim", "k_offset", "v_offset", "k_scale_offset", "v_scale_offset")
-    layers = []
-    for n in appends:
-        readers = masks[n.attr("layer")]
-        mask, window = next(iter(readers)) if len(readers) == 1 else ("causal", 0)  # what any of them may look at
-        own = {k: int(v) for k, v in n.attrs if k in names}  # type: ignore[arg-type]
-        layers.append(schema.KVLayer(window=window, mask=mask, **own))
-    page_bytes = next(int(v.type.shape[1]) for v in graph.inputs if v.name == "kv")
-    return schema.KVLayout(options.kv_dtype, options.block_size, page_bytes, tuple(layers))

@@ -71,6 +71,19 @@ def limits(storage: QuantConfig, kv_dtype: str, most_kl: float | None, most_ppl:
     return Limits(kl if most_kl is None else most_kl, ppl if most_ppl is None else most_ppl)
 
 
+def asked(storage: QuantConfig, kv_dtype: str, most_kl: float | None, most_ppl: str | None) -> Limits:
+    """`limits` as the command line has them."""
+    return limits(storage, kv_dtype, most_kl, None if most_ppl is None else share(most_ppl))
+
+
+def check_asked(most_kl: float | None, most_ppl: str | None) -> None:
+    """UsageError for limits that mean nothing."""
+    if most_kl is not None and not 0 < most_kl < float("inf"):
+        raise UsageError(f"--max-kl is {most_kl:g}; pass a number of nats above 0.")
+    if most_ppl is not None:
+        share(most_ppl)
+
+
 def share(text: str) -> float:
     """A percentage, with its sign or without, as a share: "2%" and "2" are 0.02. UsageError for what is none."""
     try:
@@ -87,6 +100,13 @@ def ppl_increase(a: Accuracy) -> float | None:
     if a.perplexity is None or not a.reference_perplexity:
         return None
     return a.perplexity / a.reference_perplexity - 1
+
+
+def allowed(a: Accuracy, most: Limits, widened: tuple[str, ...] = ()) -> Accuracy:
+    """With what was allowed and widened, where anything was measured."""
+    if a.mean_kl is None:
+        return a
+    return replace(a, most_kl=most.kl, most_ppl_increase=most.ppl_increase, widened=widened)
 
 
 def told(a: Accuracy, most: Limits) -> str:
@@ -237,6 +257,15 @@ def refuse_ranks(a: Accuracy, most: Limits, scheme: str) -> PlancError:
     return PlancError(
         f"the {scheme} plan is {told(a, most)}, so it was not published.{found} Build it with --tp 1, which looks for "
         "what to store wider, and give what it prints to --tp in a --quant-config; or choose a wider --dtype."
+    )
+
+
+def refuse_packed(a: Accuracy, most: Limits, scheme: str) -> PlancError:
+    """The error of packing: what is too far with these weights is for a build to make better."""
+    found = f" Worst: {'; '.join(worst((), a.weights))}." if a.weights else ""
+    return PlancError(
+        f"with these weights the {scheme} plan is {told(a, most)}, so it was not packed.{found} `planc build` of this "
+        "model calibrates, and looks for what to store wider; --max-kl and --max-ppl-increase allow more."
     )
 
 

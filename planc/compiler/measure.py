@@ -6,19 +6,31 @@ from pathlib import Path
 
 from planc.codegen import cpu, program
 from planc.codegen import target as targets
-from planc.compiler import accuracy
+from planc.compiler import accuracy, weights
+from planc.compiler.backends import generate, kv_of
 from planc.compiler.ir.graph import Graph
 from planc.compiler.progress import Progress
 from planc.compiler.reference import Judge
 from planc.compiler.residency import bounded
+from planc.compiler.source import ModelSource
+from planc.compiler.weight_errors import errors, quantized
 from planc.errors import PlancError
 from planc.passes.options import Options
+from planc.passes.retarget import retarget
 from planc.plans import schema
 from planc.plans.host import missing_flags
 from planc.runtime.batch import Executor
 from planc.runtime.executors import open_on_cpu
 from planc.runtime.goldens import Scorer
 from planc.runtime.tokenizer import Tokenizer
+
+_ROWS_BYTES = 16 << 20  # of reference logits at a time, in float32
+
+
+def judge_of(source: ModelSource, limit: int) -> Judge:
+    """The model that plans of sequences of `limit` tokens are judged by."""
+    vocab = getattr(source.config().get_text_config(), "vocab_size", 1 << 16)
+    return Judge(source, rows_per_chunk=max(1, min(64, _ROWS_BYTES // (4 * vocab))), limit=limit)
 
 
 def measure(
@@ -45,6 +57,42 @@ def measure(
         finally:
             executor.close()
     return replace(plan, goldens=goldens, accuracy=measured, goldens_target=str(on))
+
+
+def measure_twin(
+    root: Path,
+    graph: Graph,
+    plan: schema.Plan,
+    source: ModelSource,
+    judge: Judge | None,
+    options: Options,
+    progress: Progress,
+) -> schema.Plan:
+    """A GPU's plan with the goldens and accuracy of one of the same weights and schemes for this CPU, which is made
+    beside `root` and dropped.
+    """
+    progress.say("measuring with a plan of the same weights for this CPU")
+    options = replace(options, target=targets.host())
+    with progress.stage("passes"):
+        graph = retarget(graph, options)
+    with tempfile.TemporaryDirectory(prefix="planc-", dir=root.parent) as folder:
+        home, kv = Path(folder), kv_of(graph, options)
+        (home / "tokenizer").symlink_to((root / "tokenizer").resolve())
+        made = generate(graph, options, home, progress.counter("kernels"))
+        weights.write_constants(graph, home)
+        weights.pack_weights(graph, source, home, options.tp, progress)
+        twin = replace(plan, target=str(options.target), program=made.program, memory=made.memory(kv), kv=kv)
+        found = measure(home, graph, twin, judge, options, progress)
+    return replace(plan, goldens=found.goldens, accuracy=found.accuracy, goldens_target=found.goldens_target)
+
+
+def with_errors(plan: schema.Plan, graph: Graph, source: ModelSource, ranks: int, progress: Progress) -> schema.Plan:
+    """The plan with the error of each weight that it rounds, where it was judged."""
+    if plan.accuracy.mean_kl is None or not quantized(graph):
+        return plan
+    with progress.stage("errors of weights"):
+        found = errors(graph, source.read, source.read_rows, ranks)
+    return replace(plan, accuracy=replace(plan.accuracy, weights=found))
 
 
 def _score(

@@ -111,12 +111,9 @@ def _passed(
 
 
 def _kept(attempt: Attempt, most: Limits, widened: tuple[str, ...]) -> Attempt:
-    """With what was allowed and widened in the manifest, where anything was measured."""
-    measured = attempt.plan.accuracy
-    if measured.mean_kl is None:
-        return attempt
-    measured = replace(measured, most_kl=most.kl, most_ppl_increase=most.ppl_increase, widened=widened)
-    return replace(attempt, plan=replace(attempt.plan, accuracy=measured))
+    """With what was allowed and widened in the manifest."""
+    accuracy = gate.allowed(attempt.plan.accuracy, most, widened)
+    return replace(attempt, plan=replace(attempt.plan, accuracy=accuracy))
 
 
 def _options(options: Options, search: Search) -> Options:

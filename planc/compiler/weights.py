@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,12 +17,17 @@ from planc.compiler.ir.packing import packed_shape
 from planc.compiler.ir.parts import pieces
 from planc.compiler.ir.recipe import Reader, RowReader
 from planc.compiler.ir.shards import of_rank, ranks_of
-from planc.compiler.ir.types import PACKED, TensorType
+from planc.compiler.ir.types import DTYPES, PACKED, TensorType, dtype_name
+from planc.compiler.progress import Progress
 from planc.errors import PlancError
 from planc.plans.schema import rank_file
-from planc.plans.tensors import Writer
+from planc.plans.tensors import Writer, read_header
+
+if TYPE_CHECKING:
+    from planc.compiler.source.base import ModelSource
 
 CONSTANTS_FILE = "weights/constants.safetensors"
+LEAVES_FILE = "weights/leaves.safetensors"  # in plans without weights: constants that making the weights will take
 
 
 def rank_files(ranks: int) -> tuple[str, ...]:
@@ -45,6 +51,44 @@ def write_constants(graph: Graph, root: Path) -> None:
     _write(split(graph)[0], root / CONSTANTS_FILE, _no_checkpoint, None, graph, lambda done: None)
 
 
+def write_leaves(graph: Graph, root: Path) -> None:
+    """Writes `weights/leaves.safetensors` below `root`: the constants of recipes, by digest, that are no weights of
+    their own. None are written where there are none.
+    """
+    whole = {w.recipe for w in split(graph)[0]}
+    leaves = {r for w in graph.weights for r in w.recipe.leaves() if r.op == "const" and r not in whole}
+    arrays = {digest: graph.constants[digest] for digest in sorted(str(r.get("digest")) for r in leaves)}
+    if not arrays:
+        return
+    table = [(digest, dtype_name(a.dtype), a.shape, a.nbytes) for digest, a in arrays.items()]
+    (root / LEAVES_FILE).parent.mkdir(parents=True, exist_ok=True)
+    with Writer(root / LEAVES_FILE, table) as out:
+        for digest, array in arrays.items():
+            out.write(digest, array)
+
+
+def read_constants(graph: Graph, root: Path) -> dict[str, np.ndarray]:
+    """The constants of a plan's graph by digest, from the files that a build without weights wrote below `root`.
+
+    PlancError when one is in neither.
+    """
+    found = dict(_arrays(root / LEAVES_FILE)) if (root / LEAVES_FILE).exists() else {}
+    whole = {w.name: str(w.recipe.get("digest")) for w in split(graph)[0] if w.recipe.op == "const"}
+    found |= {whole[name]: array for name, array in _arrays(root / CONSTANTS_FILE) if name in whole}
+    for w in graph.weights:
+        for r in w.recipe.leaves():
+            if r.op == "const" and r.get("digest") not in found:
+                raise PlancError(f"{root} lacks the constant {r.get('digest')} of {w.name}; build the plan again.")
+    return found
+
+
+def _arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor of a file, mapped."""
+    for name, e in read_header(path).items():
+        flat = np.memmap(path, np.uint8, "r", e.offset, e.nbytes) if e.nbytes else np.empty(0, np.uint8)
+        yield name, flat.view(DTYPES[e.dtype]).reshape(e.shape)
+
+
 def write_weights(
     graph: Graph,
     read: Reader,
@@ -63,6 +107,12 @@ def write_weights(
     for rank, name in enumerate(rank_files(ranks)):
         mine = [replace(w, recipe=of_rank(w.recipe, rank)) for w in found]
         _write(mine, root / name, read, rows, graph, progress)
+
+
+def pack_weights(graph: Graph, source: "ModelSource", root: Path, ranks: int, progress: Progress) -> None:
+    """`write_weights` of a source, with a bar."""
+    bar = progress.bytes("weights", ranks * total_bytes(split(graph)[1]))
+    write_weights(graph, source.read, root, bar, source.read_rows, ranks)
 
 
 def stored_shape(t: TensorType) -> tuple[int, ...]:

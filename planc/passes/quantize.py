@@ -50,7 +50,7 @@ def _parts(weight: Weight, row: Scheme, options: Options, constants: dict[str, n
         raise PlancError(f"{weight.name} cannot be stored as {row.name}: only checkpoints that hold it have it.")
     recipes = [r for r in native if r is not None]
     if len(recipes) < len(row.parts):
-        given = [_lossless(weight.recipe)]
+        given = [lossless(weight.recipe)]
         if (clip := options.choices.clips.get(weight.name)) is not None:
             bounds, found = constant(clip)
             given.append(bounds)
@@ -100,10 +100,10 @@ def narrow(recipe: Recipe, dtype: str) -> Recipe:
     return step("cast", recipe, dtype=dtype)
 
 
-def _lossless(recipe: Recipe) -> Recipe:
+def lossless(recipe: Recipe) -> Recipe:
     """The recipe without casts to float32, which quantizing does itself, a few rows at a time."""
     if recipe.op in MOVES:
-        inputs = tuple(_lossless(r) for r in recipe.inputs)
+        inputs = tuple(lossless(r) for r in recipe.inputs)
         return replace(recipe, inputs=inputs) if len({infer(r).dtype for r in inputs}) == 1 else recipe
     if recipe.op == "cast" and recipe.get("dtype") == "f32":
         return recipe.inputs[0]

@@ -26,10 +26,11 @@ def check(root: Path) -> list[Finding]:
     except PlancError as e:
         return [Finding("schema", False, str(e))]
     found = [Finding("schema", True, f"version {plan.schema_version}")]
-    return [*found, *_files(root, plan), _weights(root, plan), _target(plan), _memory(plan)]
+    return [*found, *check_files(root, plan), _weights(root, plan), _target(plan), _memory(plan)]
 
 
-def _files(root: Path, plan: Plan) -> list[Finding]:
+def check_files(root: Path, plan: Plan) -> list[Finding]:
+    """Whether the files of the manifest are there as they were written, and no others."""
     out = []
     for name, digest in plan.files.items():
         path = root / name
@@ -44,7 +45,7 @@ def _files(root: Path, plan: Plan) -> list[Finding]:
 
 def _weights(root: Path, plan: Plan) -> Finding:
     if not plan.has_weights:
-        return Finding("weights", False, "built with --weights none; build with --weights pack to serve it")
+        return Finding("weights", False, "built with --weights none; `planc pack` adds them")
     for rank in range(plan.limits.ranks):
         try:
             have = {name for f in plan.weight_files_of(rank) for name in read_header(root / f)}

@@ -42,7 +42,7 @@ PIECE = 1 << 20  # elements
 PARTS = ("q", "s", "z")  # of a tensor that the checkpoint holds quantized: codes, scales, zero points
 
 # What a config says about where and by what it was written, not about the model.
-_VOLATILE = ("_name_or_path", "_model_name_or_path", "transformers_version", "_commit_hash")
+VOLATILE = ("_name_or_path", "_model_name_or_path", "transformers_version", "_commit_hash")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 
@@ -125,7 +125,7 @@ class ModelSource(ABC):
     def fingerprint(self) -> str:
         """sha256 (hex) over the canonical config and every tensor's name, dtype and shape."""
         config = json.loads(self.config().to_json_string(use_diff=False))
-        kept = {key: value for key, value in config.items() if key not in _VOLATILE}
+        kept = {key: value for key, value in config.items() if key not in VOLATILE}
         table = sorted((name, info.dtype, list(info.shape)) for name, info in self.tensors.items())
         return hashlib.sha256(json.dumps([kept, table], sort_keys=True).encode()).hexdigest()
 
