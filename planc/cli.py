@@ -290,7 +290,7 @@ def verify(plan: Path, threads: int | None, emulate: bool, kernels: bool, seed: 
     loaded = store.load(plan)
     longest = max((len(g.prompt_ids) + len(g.tokens) for g in loaded.goldens), default=0)
     if not longest:
-        raise PlancError(f"{plan} has no goldens (it was built with --weights none).")
+        raise PlancError(f"{plan} has no goldens: it was built with --weights none, or packed with --reference none.")
     blocks = -(-longest // loaded.kv.block_size)
     executor = open_executor(plan, loaded, num_blocks=blocks, num_threads=threads)
     try:

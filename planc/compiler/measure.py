@@ -24,6 +24,7 @@ from planc.runtime.executors import open_on_cpu
 from planc.runtime.goldens import Scorer
 from planc.runtime.tokenizer import Tokenizer
 
+_KV_HERE = {"f8e4m3": "f8e3m4"}  # elements of a GPU's cache -> what the CPU has in their place
 _ROWS_BYTES = 16 << 20  # of reference logits at a time, in float32
 
 
@@ -69,10 +70,10 @@ def measure_twin(
     progress: Progress,
 ) -> schema.Plan:
     """A GPU's plan with the goldens and accuracy of one of the same weights and schemes for this CPU, which is made
-    beside `root` and dropped.
+    beside `root` and dropped. An fp8 cache is in the CPU's own fp8.
     """
     progress.say("measuring with a plan of the same weights for this CPU")
-    options = replace(options, target=targets.host())
+    options = replace(options, target=targets.host(), kv_dtype=_KV_HERE.get(options.kv_dtype, options.kv_dtype))
     with progress.stage("passes"):
         graph = retarget(graph, options)
     with tempfile.TemporaryDirectory(prefix="planc-", dir=root.parent) as folder:

@@ -119,13 +119,15 @@ class _Swap:
         return recipe
 
     def _quantized(self, recipe: Recipe) -> Recipe:
-        """The codes that the checkpoint holds in the scheme, or what rounding its floats makes."""
+        """The codes that the checkpoint holds in the scheme, or what rounding its floats makes. A plan that turns weights
+        before it rounds them has no use for codes that are not.
+        """
         floats, *clip = recipe.inputs
         wide, row = self._wide(floats), SCHEMES[str(recipe.get("scheme"))]
-        native = {part: native_part(wide, part, row, self._source.native) for part in row.parts}
-        made = native[str(recipe.get("part"))]
-        if made is not None and None not in native.values():
-            return made
+        as_held = {name for name, _ in recipe.attrs} == {"scheme", "part"}
+        native = {p: native_part(wide, p, row, self._source.native) for p in row.parts} if as_held else {}
+        if native and None not in native.values():
+            return native[str(recipe.get("part"))]  # type: ignore[return-value]
         if held := next((name for name in wide.loads if name in self._source.native), None):
             raise PlancError(
                 f"{self._source.path} is quantized already: it holds {held} as {self._source.native[held]}, and the "

@@ -57,7 +57,7 @@ class CpuExecutor:
         check_paths(root, plan)
         check_threads(num_threads)
         if not plan.has_weights:
-            raise PlancError(f"{root} was built with --weights none; build it with --weights pack to run it.")
+            raise PlancError(f"{root} was built with --weights none; `planc pack` adds the weights.")
         self.num_blocks = num_blocks
         self.block_size = plan.kv.block_size
         self.vocab_size = plan.limits.vocab_size

@@ -129,7 +129,7 @@ def test_a_plan_that_is_not_whole_is_refused_with_the_next_step(plan, tmp_path: 
     assert "graph.ir has changed" in refused(root, tmp_path / "x.onnx", code=1)
     loaded = store.load(root)
     store.seal(root, replace(loaded, options=replace(loaded.options, weights="none")))
-    assert "build it with --weights pack" in refused(root, tmp_path / "x.onnx", code=1)
+    assert "`planc pack`" in refused(root, tmp_path / "x.onnx", code=1)
     assert not (tmp_path / "x.onnx").exists()
 
 
