@@ -119,8 +119,9 @@ class _Swap:
         return recipe
 
     def _quantized(self, recipe: Recipe) -> Recipe:
-        """The codes that the checkpoint holds in the scheme, or what rounding its floats makes. A plan that turns weights
-        before it rounds them has no use for codes that are not.
+        """The codes that the checkpoint holds in the scheme, or what rounding its floats makes.
+
+        A plan that turns weights before it rounds them has no use for codes that did not turn.
         """
         floats, *clip = recipe.inputs
         wide, row = self._wide(floats), SCHEMES[str(recipe.get("scheme"))]

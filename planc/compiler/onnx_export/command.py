@@ -50,7 +50,7 @@ def export(request: ExportRequest, progress: Progress) -> Exported:
     data = out.with_name(out.name + ".data")
     _check_place(request, out, data)
     if not plan.has_weights:
-        raise PlancError(f"{request.plan} was built with --weights none; add the weights with `planc pack`, then export it.")
+        raise PlancError(f"{request.plan} was built with --weights none; add them with `planc pack`, then export it.")
     if plan.limits.ranks > 1:
         raise PlancError(
             f"{request.plan} is split over {plan.limits.ranks} ranks, and an ONNX file holds a whole model; build it "
