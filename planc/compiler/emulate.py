@@ -54,6 +54,7 @@ def whole(root: Path, plan: Plan, seed: int = 0) -> Iterator[Verdict]:
     The reference sees the same tokens, whatever the plan would have chosen. PlancError names the kernel, thread and
     instruction of a wrong access, and launches that nothing orders.
     """
+    from planc.compiler.emulate_sampling import greedy
     from planc.emulator.run import emulated
 
     graph = text.read(root / store.GRAPH)
@@ -61,8 +62,12 @@ def whole(root: Path, plan: Plan, seed: int = 0) -> Iterator[Verdict]:
     reference = Reference(plan, graph, ranks)
     with emulated(root, plan, reference.pages, seed=seed) as gpu:
         for name, batch in batches(plan, seed):
-            logits = gpu.executor.step(batch).copy()
-            yield compared(name, logits, reference.step(batch))
+            tokens = None
+            if gpu.executor.samples:
+                tokens, logits = gpu.executor.sample_step(batch, greedy(len(batch.logit_rows)), with_logits=True)
+            else:
+                logits = gpu.executor.step(batch)
+            yield compared(name, logits.copy(), reference.step(batch), tokens)
 
 
 class Reference:
@@ -123,8 +128,10 @@ def batches(plan: Plan, seed: int) -> Iterator[tuple[str, Batch]]:
         yield f"decode step {n + 1} of 2 sequences", made(pair)
 
 
-def compared(name: str, logits: np.ndarray, wanted: np.ndarray) -> Verdict:
-    """Mean KL of two sets of logits [R, vocab], and their largest difference."""
+def compared(name: str, logits: np.ndarray, wanted: np.ndarray, chosen: np.ndarray | None = None) -> Verdict:
+    """Mean KL of two sets of logits [R, vocab], and their largest difference; what the GPU has `chosen` [R, 2] must be
+    the tokens of the largest logits.
+    """
     if not np.isfinite(logits).all():
         return Verdict(name, False, "logits are not finite")
     p, q = log_softmax(wanted), log_softmax(logits)
@@ -134,6 +141,8 @@ def compared(name: str, logits: np.ndarray, wanted: np.ndarray) -> Verdict:
         f"KL {kl:.2g} nats, largest difference {np.abs(logits - wanted).max():.2g} of logits up to "
         f"{np.abs(wanted).max():.2g}, {same} of {len(logits)} greedy tokens agree"
     )
+    if chosen is not None and not np.array_equal(chosen[:, 0], logits.argmax(-1)):
+        return Verdict(name, False, f"the tokens {chosen[:, 0].tolist()} were chosen; {detail}")
     return Verdict(name, kl <= MOST_KL, detail)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from planc.codegen.cuda.call import Bucket, Call, Ref, calls, page_table
 from planc.codegen.cuda.collective import places
-from planc.codegen.cuda.lower import aligned
+from planc.codegen.cuda.lower import aligned, sampling
 from planc.compiler.emulate import Verdict
 from planc.compiler.ir import text
 from planc.compiler.ir.graph import Graph, Node
@@ -24,6 +24,7 @@ from planc.compiler.weights import stored_shape
 from planc.errors import PlancError
 from planc.plans import launches, store
 from planc.plans.launches import KV, Arg, Binary, LaunchPlan
+from planc.plans.sampling import SAMPLED
 from planc.plans.schema import Plan
 
 _NUMBERS = 64  # integers of a value that points into nothing are below this
@@ -52,6 +53,7 @@ class _Case:
 
 def each_kernel(root: Path, plan: Plan, seed: int) -> Iterator[Verdict]:
     """Every kernel of the plan on the smallest step that uses it. KernelFault is a verdict that does not hold."""
+    from planc.compiler import emulate_sampling
     from planc.emulator.machine import KernelFault
 
     graph, held = text.read(root / store.GRAPH), launches.load(root)
@@ -60,11 +62,18 @@ def each_kernel(root: Path, plan: Plan, seed: int) -> Iterator[Verdict]:
             yield _checked(root, plan, graph, held, case, np.random.default_rng(seed))
         except KernelFault as e:
             yield Verdict(case.name, False, str(e))
+    if SAMPLED in held.buffer:
+        try:
+            yield emulate_sampling.check(root, plan, graph, held, seed)
+        except KernelFault as e:
+            yield Verdict("token choice", False, str(e))
 
 
 def _cases(graph: Graph, held: LaunchPlan) -> Iterator[_Case]:
     """For each kernel of the plan, the first node of the smallest bucket that is run by it."""
     left = {b.name for b in held.binaries}
+    if SAMPLED in held.buffer:
+        left -= {c.kernel.name for c in sampling(graph, held.page_table_stride).calls(Bucket(1, 1, 1))}
     types = {**graph.types, **page_table(held.page_table_stride)}
     wide = aligned(graph)
     for step in held.graphs:
@@ -121,7 +130,7 @@ def _launch(
         found = program((root / binary.ptx).read_text())
         grid = Grid(call.grid, binary.threads, binary.shared)
         blocks = np.arange(prod(call.grid)) if len(case.calls) > 1 else _sample(prod(call.grid))
-        params = _parameters(binary, call, places, found.kernel.param_bytes)
+        params = parameters(binary, call, places, found.kernel.param_bytes)
         run(found, grid, params, memory, blocks=blocks)
     for name, array in {**outs, **{n: a for n, a in arrays.items() if n == KV}}.items():
         array[...] = memory.get(places[name], array.shape, array.dtype)
@@ -145,7 +154,8 @@ def _laid_out(array: np.ndarray, t: TensorType | None) -> np.ndarray:
     return wide
 
 
-def _parameters(binary: Binary, call: Call, places: Mapping[str, int], size: int) -> bytes:
+def parameters(binary: Binary, call: Call, places: Mapping[str, int], size: int) -> bytes:
+    """The parameter memory of a call whose buffers lie at `places`."""
     buffer = bytearray(size)
     for (offset, width), ref in zip(binary.params, call.args, strict=False):
         buffer[offset : offset + width] = launches.pack(*_argument(ref, places))

@@ -6,7 +6,7 @@ order of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from planc.emulator.device import State
 from planc.errors import PlancError
-from planc.runtime.batch import Batch
+from planc.runtime.batch import Batch, Int32
 from planc.runtime.cuda import Collective, CudaExecutor
 
 
@@ -24,21 +24,29 @@ class EmulatedRanks:
     def __init__(self, executors: Sequence[CudaExecutor], states: Sequence[State]) -> None:
         self.executors, self.states = executors, states
         first = executors[0]
+        self.samples = first.samples
         self.num_blocks, self.block_size, self.vocab_size = first.num_blocks, first.block_size, first.vocab_size
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
         """Run one step on every rank; logits [R, vocab_size]. PlancError when the ranks part or disagree."""
-        running = [executor.run(batch) for executor in self.executors]
+        self._run([executor.run(batch) for executor in self.executors])
+        return _agreed("logits", [executor.logits(len(batch.logit_rows)) for executor in self.executors])
+
+    def sample_step(
+        self, batch: Batch, records: Int32, *, with_logits: bool = False
+    ) -> tuple[Int32, NDArray[np.float32]]:
+        """Run one step on every rank, each of which chooses the tokens; see CudaExecutor."""
+        self._run([executor.run(batch, records, with_logits) for executor in self.executors])
+        tokens = _agreed("tokens", [executor.sampled(len(records)) for executor in self.executors])
+        return tokens, _agreed("logits", [executor.logits(len(records)) for executor in self.executors])
+
+    def _run(self, running: Sequence[Iterator[Collective]]) -> None:
+        """All ranks to their end, collective by collective."""
         while True:
             met = [next(run, None) for run in running]
             if met[0] is None:
                 break
             self._together(met)
-        found = [executor.logits(len(batch.logit_rows)) for executor in self.executors]
-        for rank, logits in enumerate(found):
-            if not np.array_equal(logits, found[0], equal_nan=True):
-                raise PlancError(f"the logits of rank {rank} differ from those of rank 0, expected equal ones")
-        return found[0]
 
     def close(self) -> None:
         """Give everything on the GPUs back."""
@@ -67,3 +75,11 @@ class EmulatedRanks:
             raise PlancError(
                 f"{collective.op} of rank {rank} touches {nbytes} bytes that are not within one allocation"
             )
+
+
+def _agreed(what: str, found: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """What all ranks have."""
+    for rank, own in enumerate(found):
+        if not np.array_equal(own, found[0], equal_nan=own.dtype.kind == "f"):
+            raise PlancError(f"the {what} of rank {rank} differ from those of rank 0, expected equal ones")
+    return found[0]

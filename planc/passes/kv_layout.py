@@ -5,6 +5,9 @@ that attend to the same keys and values share one part of the page. Elements of 
 f32 a position and head for K and one for V, so that a page is whole by itself: it is kept, shared and dropped as one.
 That scale covers the range, which leaves a bit of e4m3's exponent to the mantissa: e3m4 adds a quarter of its KL. GPUs
 convert e4m3 alone.
+
+On a GPU, a page ends with the ids of its tokens, i32 [block_size]: a sequence's history is then where its keys are,
+whatever is shared, preempted or cut in chunks, and penalties look there.
 """
 
 from collections.abc import Iterator
@@ -60,7 +63,8 @@ def _layout(nodes: list[Node], graph: Graph, options: Options) -> tuple[dict[tup
             attrs[name] = at
             at += _aligned(size)
         parts[n.inputs[1:3]] = _Part(attrs, n)
-    return parts, at
+    ids = options.block_size * DTYPES["i32"].itemsize if options.target.kind == "cuda" else 0
+    return parts, at + _aligned(ids)
 
 
 def _sizes(heads: int, k_dim: int, v_dim: int, options: Options) -> Iterator[tuple[str, int]]:

@@ -1,7 +1,8 @@
 """The CUDA executor: a plan directory and a number of KV blocks go in, logits of packed steps come out.
 
 It holds the plan's cubins, one CUDA graph a bucket, and the arenas in device memory. A step copies its batch in,
-launches the graph of the smallest bucket that holds it, and copies the logits out. It needs a driver and cuda.bindings.
+launches the graph of the smallest bucket that holds it, and copies out the logits, or the tokens that were chosen
+where they are. It needs a driver and cuda.bindings.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planc.errors import PlancError
-from planc.plans import launches
+from planc.plans import launches, sampling
 from planc.plans.launches import INPUTS, KV, Binary, Launch, LaunchPlan, StepGraph
 from planc.plans.schema import Plan
-from planc.runtime.batch import Batch
+from planc.runtime.batch import Batch, Int32
 from planc.runtime.cpu import check_file, check_paths
 from planc.runtime.cuda_driver import Driver, Gpu
 from planc.runtime.weights import MappedWeights, addresses
@@ -152,6 +153,7 @@ class CudaExecutor:
         self.num_blocks, self.block_size = num_blocks, plan.kv.block_size
         self.vocab_size = plan.limits.vocab_size
         self.plan = launches.load(root)
+        self.samples = sampling.SAMPLED in self.plan.buffer
         self._root, self._manifest = root, plan
         self._gpu: Gpu | None = Gpu(Driver(), self.plan.sm, plan.target, device)
         try:
@@ -165,7 +167,8 @@ class CudaExecutor:
         self.arenas = allocate(gpu, self.plan, kv_bytes)
         self._functions = {b.name: self._function(b) for b in self.plan.binaries}
         self._graphs = [self._graph(g) for g in sorted(self.plan.graphs, key=lambda g: (g.tokens, g.seqs, g.rows))]
-        self._inputs = {name: self._staged(name) for name in INPUTS}
+        sampled = (sampling.RECORDS, sampling.SAMPLED) if self.samples else ()
+        self._inputs = {name: self._staged(name) for name in (*INPUTS, *sampled)}
         rows = max((g.rows for g in self.plan.graphs), default=0)
         self._logits = gpu.pinned(rows * self.vocab_size * 4).view(np.float32).reshape(rows, self.vocab_size)
         self._copy_weights()
@@ -177,12 +180,26 @@ class CudaExecutor:
             self._together(collective)
         return self._logits[: len(batch.logit_rows)]
 
-    def run(self, batch: Batch) -> Iterator[Collective]:
-        """Runs one step as far as the next collective, which the caller has done; `logits` then has what it gave."""
+    def sample_step(
+        self, batch: Batch, records: Int32, *, with_logits: bool = False
+    ) -> tuple[Int32, NDArray[np.float32]]:
+        """Run one step whose rows are chosen by `records` [R, RECORD]. Of each row its token and the bits of its best
+        logit [R, 2], and logits [R, vocab_size]: those of rows whose record says HOST, or of all `with_logits`.
+        """
+        for collective in self.run(batch, records, with_logits):
+            assert self._together is not None
+            self._together(collective)
+        rows = len(records)
+        return self.sampled(rows), self._logits[:rows]
+
+    def run(self, batch: Batch, records: Int32 | None = None, with_logits: bool = False) -> Iterator[Collective]:
+        """Runs one step as far as the next collective, which the caller has done; `logits` and `sampled` then have what
+        it gave."""
         gpu = self._opened()
         gpu.enter()
         graph = self._fitting(batch)
         self._stage(batch, graph.step)
+        self._stage_records(records, graph.step)
         where = f"the step of {graph.step.tokens} tokens and {graph.step.seqs} sequences"
         for part in graph.parts:
             if isinstance(part, Collective):
@@ -191,10 +208,24 @@ class CudaExecutor:
             else:
                 gpu.run(where, "cuGraphLaunch", part.exec, gpu.stream)
         rows = len(batch.logit_rows)
-        if rows:
-            source = self.arenas.address(self.plan.logits)
-            gpu.copy_out(where, self._logits[:rows], source)
+        if records is None or with_logits:
+            self._copy_logits(where, 0, rows)
+        else:
+            for start, stop in _runs(records[:, sampling.KIND] == sampling.HOST):
+                self._copy_logits(where, start, stop)
+        if records is not None and rows:
+            gpu.copy_out(where, self.sampled(rows), self.arenas.address(sampling.SAMPLED))
         gpu.synchronize(where)
+
+    def _copy_logits(self, where: str, start: int, stop: int) -> None:
+        """Enqueues a copy of some rows of logits to the host."""
+        if start < stop:
+            source = self.arenas.address(self.plan.logits) + start * self._logits.strides[0]
+            self._opened().copy_out(where, self._logits[start:stop], source)
+
+    def sampled(self, rows: int) -> Int32:
+        """What the last step chose [rows, 2]: tokens, and the bits of the best logits."""
+        return self._inputs[sampling.SAMPLED].reshape(-1, 2)[:rows]
 
     def logits(self, rows: int) -> NDArray[np.float32]:
         """The logits of the last step, [rows, vocab_size]."""
@@ -316,6 +347,15 @@ class CudaExecutor:
         table[len(batch.page_table) : seqs] = 0
         self._copy_in("page_table", seqs * stride)
 
+    def _stage_records(self, records: Int32 | None, step: StepGraph) -> None:
+        """Sends what is wanted of each row; rows without a record are left as they are."""
+        if self.samples:
+            staged = self._inputs[sampling.RECORDS].reshape(-1, sampling.RECORD)
+            staged[: step.rows] = 0
+            if records is not None:
+                staged[: len(records)] = records
+            self._copy_in(sampling.RECORDS, step.rows * sampling.RECORD)
+
     def _send(self, name: str, values: NDArray[np.int32], count: int, padding: int) -> None:
         staged = self._inputs[name]
         staged[: len(values)] = values
@@ -326,6 +366,12 @@ class CudaExecutor:
         gpu, source = self._opened(), self._inputs[name]
         target = self.arenas.address(name)
         gpu.run(f"copying {name}", "cuMemcpyHtoDAsync", target, int(source.ctypes.data), 4 * count, gpu.stream)
+
+
+def _runs(wanted: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Where neighbours that are wanted begin and end."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], wanted, [False]])))
+    return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
 
 @contextmanager
@@ -357,5 +403,5 @@ def _check(root: Path, plan: Plan, together: bool) -> None:
             "--tp 1; planc verify --emulate checks this one."
         )
     if not plan.has_weights:
-        raise PlancError(f"{root} was built with --weights none; build it with --weights pack to run it.")
+        raise PlancError(f"{root} was built with --weights none; `planc pack` adds the weights.")
     check_file(root, plan, launches.LAUNCHES)

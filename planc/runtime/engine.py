@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planc.runtime.batch import BatchBuilder, Executor
+from planc.runtime.choice import Choice, Outcome, Recorder, SamplingExecutor, chosen, token_of
 from planc.runtime.errors import RequestError
 from planc.runtime.kv import BlockPool
 from planc.runtime.output import Output, OutputWriter, Sink, merge
@@ -27,7 +28,7 @@ from planc.runtime.tokenizer import Tokenizer, check_ids
 log = logging.getLogger("planc.engine")
 MAX_FAILED_STEPS = 3  # after so many steps in a row in which every sequence failed, the engine calls itself unhealthy
 
-Row = tuple[Sequence, NDArray[np.float32]]
+Row = tuple[Sequence, Outcome]
 
 
 class Observer:
@@ -81,6 +82,8 @@ class Engine:
         self._builder = BatchBuilder(
             limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks, executor.block_size
         )
+        self._sampler = executor if isinstance(executor, SamplingExecutor) and executor.samples else None
+        self._recorder = Recorder(limits.max_num_seqs, self.eos_token_ids)
         self._streams: dict[int, _Stream] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -178,8 +181,8 @@ class Engine:
                 chunk.seq.times.scheduled = now
         rows = self._execute(chunks)
         self._progress = now = time.monotonic()
-        for seq, logits in rows:
-            self._accept(seq, logits, now)
+        for seq, outcome in rows:
+            self._accept(seq, outcome, now)
         self.observer.stepped(chunks, now)
 
     def _run(self) -> None:
@@ -208,14 +211,22 @@ class Engine:
 
     def _execute(self, chunks: list[Chunk]) -> list[Row]:
         try:
-            logits = self.executor.step(self._builder.fill(chunks))
+            outcomes = self._outcomes(chunks)
         except Exception:
             log.exception("a step of %d sequences failed; each is tried by itself", len(chunks))
             return self._execute_alone(chunks)
         self._failed_steps = 0
         for chunk in chunks:
             self.scheduler.advance(chunk)
-        return list(zip([chunk.seq for chunk in chunks for _ in range(chunk.rows)], logits, strict=True))
+        return list(zip([chunk.seq for chunk in chunks for _ in range(chunk.rows)], outcomes, strict=True))
+
+    def _outcomes(self, chunks: list[Chunk]) -> list[Outcome]:
+        """Runs a step; of each row the token that the device chose, or its logits."""
+        batch = self._builder.fill(chunks)
+        if self._sampler is None:
+            return list(self.executor.step(batch))
+        records = self._recorder.fill(chunks)
+        return chosen(records, *self._sampler.sample_step(batch, records))
 
     def _execute_alone(self, chunks: list[Chunk]) -> list[Row]:
         """Run each chunk by itself; a sequence that fails is lost, one that counted on its pages is recomputed."""
@@ -228,31 +239,35 @@ class Engine:
                 self.scheduler.preempt(chunk.seq)
                 continue
             try:
-                logits = self.executor.step(self._builder.fill([chunk])).copy()
+                outcomes = [x if isinstance(x, Choice) else x.copy() for x in self._outcomes([chunk])]
             except Exception as e:  # noqa: BLE001 - whatever a device raises belongs to this sequence
                 doubtful.update(unwritten)
                 self._fail(chunk.seq, f"the model step failed: {e}")
             else:
                 self.scheduler.advance(chunk)
-                rows.extend((chunk.seq, row) for row in logits)
+                rows.extend((chunk.seq, outcome) for outcome in outcomes)
         self.pool.forget(doubtful)
         self._failed_steps = 0 if rows else self._failed_steps + 1
         return rows
 
-    def _accept(self, seq: Sequence, logits: NDArray[np.float32], now: float) -> None:
-        """Sample the next token of a sequence and pass on what it makes visible; or score a token of its prompt."""
+    def _accept(self, seq: Sequence, outcome: Outcome, now: float) -> None:
+        """Take the next token of a sequence and pass on what it makes visible; or score a token of its prompt."""
         if seq.id not in self._streams:
             return  # an earlier row of this step has ended it
         stream, count = self._streams[seq.id], seq.params.logprobs
         if seq.wanted < seq.prompt_len - 1:
-            self._score(stream, logits)
+            assert not isinstance(outcome, Choice), "log probabilities are asked for"
+            self._score(stream, outcome)
             return
         if seq.params.max_tokens == 0:
             self._emit(stream, stream.writer.finish("length"))
             return
         try:
-            token = sample(logits, seq, self.eos_token_ids)
-            logprobs = logprobs_of(logits, token, count) if count is not None else None
+            if isinstance(outcome, Choice):
+                token, logprobs = token_of(outcome, seq), None
+            else:
+                token = sample(outcome, seq, self.eos_token_ids)
+                logprobs = logprobs_of(outcome, token, count) if count is not None else None
             seq.tokens.append(token)
             output = stream.writer.push(token, logprobs)
         except Exception as e:

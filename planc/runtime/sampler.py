@@ -29,16 +29,23 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
+class NotFinite(ValueError):
+    """Logits that hold a NaN or leave no token possible: the position they are for, and the best of them."""
+
+    def __init__(self, position: int, best: float) -> None:
+        super().__init__(f"logits at position {position} are not finite (best is {best})")
+
+
 def sample(logits: Floats, seq: Sequence, eos_token_ids: Collection[int]) -> int:
     """The next token of `seq` from its logits [vocab], which are not changed.
 
-    Raises ValueError when the logits hold a NaN or leave no token possible.
+    Raises NotFinite when the logits hold a NaN or leave no token possible.
     """
     params = seq.params
     adjusted = _adjust(logits, seq, eos_token_ids)
     best = int(adjusted.argmax())  # the first of equals, and a NaN wins
     if not np.isfinite(adjusted[best]):
-        raise ValueError(f"logits at position {len(seq.tokens)} are not finite (best is {adjusted[best]})")
+        raise NotFinite(len(seq.tokens), float(adjusted[best]))
     if params.greedy:
         return best
     scaled = (adjusted - adjusted[best]) / np.float32(params.temperature)
@@ -93,7 +100,8 @@ def _penalise(out: Floats, seq: Sequence) -> None:
     out[seen] = np.where(values > 0, values / penalty, values * penalty)
     if seq.output_len:
         tokens, counts = np.unique(np.array(seq.tokens[seq.prompt_len :], np.int64), return_counts=True)
-        out[tokens] -= (params.frequency_penalty * counts + params.presence_penalty).astype(np.float32)
+        frequency, presence = (float(np.float32(p)) for p in (params.frequency_penalty, params.presence_penalty))
+        out[tokens] -= (frequency * counts + presence).astype(np.float32)  # one rounding, as a GPU's fma
 
 
 def _draw(scaled: Floats, params: SamplingParams, u: float) -> int:

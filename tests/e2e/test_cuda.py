@@ -1,6 +1,8 @@
 """Plans for GPUs: built here, their PTX run in the emulator by the real executor, beside the references."""
 
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,17 @@ from planc.compiler.build import BuildRequest, build, build_each
 from planc.compiler.emulate import whole
 from planc.compiler.emulate_kernels import each_kernel
 from planc.compiler.progress import Progress
+from planc.emulator.run import emulated
 from planc.errors import UsageError
 from planc.plans import store
 from planc.plans.check import check
 from planc.plans.diff import diff
 from planc.plans.launches import load
+from planc.runtime.cuda import CudaExecutor
+from planc.runtime.engine import Engine
+from planc.runtime.scheduler import SchedulerLimits
+from planc.runtime.sequence import SamplingParams
+from planc.runtime.tokenizer import Tokenizer
 
 MAX = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "reference": "none", "calib": "none"}
 # Architecture, target, dtype and cache: between them every kind of product, mask, norm and router.
@@ -36,16 +44,65 @@ def built(model: Path, out: Path, **more: object) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def weighted(model, tmp_path_factory) -> Callable[..., Path]:
+    """A plan with weights by architecture, target, dtype and cache."""
+    return cache(
+        lambda arch, target, dtype, kv: built(
+            model(arch), tmp_path_factory.mktemp("cuda") / "plan", target=target, dtype=dtype, kv_cache_dtype=kv
+        )
+    )
+
+
 @pytest.mark.parametrize(("arch", "target", "dtype", "kv"), CASES)
-def test_a_plan_computes_what_its_graph_says(
-    model, tmp_path: Path, arch: str, target: str, dtype: str, kv: str
-) -> None:
-    root = built(model(arch), tmp_path / "plan", target=target, dtype=dtype, kv_cache_dtype=kv)
+def test_a_plan_computes_what_its_graph_says(weighted, arch: str, target: str, dtype: str, kv: str) -> None:
+    root = weighted(arch, target, dtype, kv)
     plan = store.load(root)
     assert plan.goldens, "measured by a plan for this CPU"
     for seed in (1, 2):
         for verdict in whole(root, plan, seed):
             assert verdict.ok, f"{verdict.name}: {verdict.detail}"
+
+
+class OnHost:
+    """An executor that cannot choose tokens."""
+
+    def __init__(self, executor: CudaExecutor) -> None:
+        self.step, self.close = executor.step, executor.close
+        self.num_blocks, self.block_size = executor.num_blocks, executor.block_size
+        self.vocab_size = executor.vocab_size
+
+
+def test_an_engine_gives_the_tokens_of_the_hosts_sampler(weighted, monkeypatch) -> None:
+    """Prompts in chunks beside decodes, with too few pages for all; logits leave the device for one sequence alone."""
+    root = weighted("llama", "sm_90a", "fp8", "bf16")
+    plan, copied = store.load(root), list[int]()
+    copy = CudaExecutor._copy_logits
+
+    def counted(executor: CudaExecutor, where: str, start: int, stop: int) -> None:
+        copied.append(stop - start)
+        copy(executor, where, start, stop)
+
+    monkeypatch.setattr(CudaExecutor, "_copy_logits", counted)
+    penalties = {"repetition_penalty": 1.5, "frequency_penalty": 1.0, "logit_bias": ((7, 2.0),)}
+    ways = [
+        {"temperature": 0},
+        {"temperature": 0, **penalties},
+        {"top_k": 20, "top_p": 0.9, **penalties},
+        {"logprobs": 1},
+    ]
+    asked = [SamplingParams(max_tokens=4, seed=n, **way) for n, way in enumerate(ways)]  # type: ignore[arg-type]
+    prompts = [[n + 1] * 3 + list(range(20, 20 + 9 * n)) for n in range(4)]
+    found = []
+    for on_device in (True, False):
+        with emulated(root, plan, 6) as gpu:
+            assert isinstance(gpu.executor, CudaExecutor)
+            executor = gpu.executor if on_device else OnHost(gpu.executor)
+            engine = Engine(executor, Tokenizer.load(root / "tokenizer"), SchedulerLimits(64, 4, 32))
+            found.append([(o.token_ids, o.finish_reason) for o in engine.generate(prompts, asked)])
+        if on_device:
+            assert copied == [1] * 4
+    assert found[0] == found[1]
 
 
 def test_kernels_of_a_plan_without_weights(model, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from planc.plans.schema import Estimate, KernelEstimate
 # of 4.8 TB/s.
 _RATE, _BANDWIDTH = 0.8, 0.9
 _LAUNCH = 2e-6  # seconds that a kernel in a graph takes at least
+_SAMPLING = 3  # launches that choose tokens, one after the other
 _COLLECTIVE = 10e-6  # seconds of an exchange of nothing
 CONTEXT = 1024  # tokens that each sequence of an estimated decode step looks at
 _SEQS = (1, 8, 64)
@@ -40,11 +41,20 @@ def _estimate(graph: Graph, gpu: SKU, bucket: Bucket, context: int, ranks: int) 
         if not OPS[n.op].view:
             seconds, bound = _time(n, graph.types, gpu, bucket, context, ranks)
             found.setdefault((n.op, bound), []).append(seconds)
+    seconds, bound = _sampling(graph, gpu, bucket)
+    found["sampling", bound] = [seconds]
     kernels = [KernelEstimate(op, len(s), sum(s) * 1e3, bound) for (op, bound), s in found.items()]
     kernels.sort(key=lambda k: -k.milliseconds)
     total = sum(k.milliseconds for k in kernels)
     step = "decode" if bucket.tokens == bucket.seqs else "prefill"
     return Estimate(step, bucket.tokens, bucket.seqs, context, total, bucket.tokens / total * 1e3, tuple(kernels))
+
+
+def _sampling(graph: Graph, gpu: SKU, bucket: Bucket) -> tuple[float, str]:
+    """Seconds of choosing greedy tokens: the logits are read once, by launches of which only one has much to do."""
+    moved = _nbytes(graph.types[graph.outputs[0]], bucket)
+    memory, least = moved / (gpu.bandwidth_gbs * 1e9 * _BANDWIDTH), _SAMPLING * _LAUNCH
+    return max((memory + least - _LAUNCH, "memory"), (least, "launches"))
 
 
 def _time(

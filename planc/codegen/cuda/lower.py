@@ -12,10 +12,12 @@ from planc.codegen.cuda.call import scratch as scratch_ref
 from planc.codegen.cuda.call import value as value_ref
 from planc.codegen.cuda.collective import GATHERED, elements, places
 from planc.codegen.cuda.hazards import Hazards, Span
+from planc.codegen.cuda.sampling import HISTORY, Sampling
 from planc.compiler.ir.graph import Graph, Node
 from planc.compiler.ir.ops import OPS
 from planc.errors import PlancError
 from planc.plans.launches import INPUTS, KV, Arg, Binary, Buffer, Launch, LaunchPlan, StepGraph
+from planc.plans.sampling import RECORD, RECORDS, SAMPLED
 
 _ALIGN = 256  # bytes, as cudaMalloc aligns
 _SCRATCH = "scratch"
@@ -83,6 +85,15 @@ def lower(graph: Graph, sm: int, limits: Limits, wanted: Sequence[Bucket]) -> Lo
     return Lowered(tuple(lowering.kernels.values()), plan)
 
 
+def sampling(graph: Graph, pages: int) -> Sampling:
+    """How tokens are chosen behind a graph, whose sequences have so many pages."""
+    append = next(n for n in graph.nodes if n.op == "kv_append")
+    page_bytes, block = (int(append.attr(name)) for name in ("page_bytes", "block"))  # type: ignore[arg-type]
+    logits = graph.outputs[0]
+    vocab = int(graph.types[logits].shape[-1])
+    return Sampling(logits, vocab, page_bytes, block, pages, logits in aligned(graph))
+
+
 def aligned(graph: Graph) -> frozenset[str]:
     """The values at a multiple of 16 bytes, which wide accesses need: inputs and weights all are."""
     addresses = {v.name: v.addr for n in graph.nodes for v in n.outputs}
@@ -106,6 +117,9 @@ class _Lowering:
             self._place(name, "io", count * 4)
         self.buffers[KV] = Buffer(KV, KV, 0, 0)
         self.buffer(graph.outputs[0])
+        self._place(RECORDS, "io", limits.seqs * RECORD * 4)
+        self._place(SAMPLED, "io", limits.seqs * 2 * 4)
+        self.sampling = sampling(graph, limits.pages)
 
     def _input_sizes(self) -> tuple[int, ...]:
         t, s = self.limits.tokens, self.limits.seqs
@@ -142,12 +156,20 @@ class _Lowering:
             scratch = self._scratch(made)
             if collective:
                 launches.append(self._collective(node, bucket, scratch, hazards))
-            for call in made:
-                self.kernels.setdefault(call.kernel.name, call.kernel)
-                args = tuple(self._arg(ref, scratch) for ref in call.args)
-                reads, writes = (self._spans(side, node, scratch, bucket) for side in (call.reads, call.writes))
-                launches.append(Launch(call.kernel.name, call.grid, args, hazards.add(reads, writes)))
+            launches += [self._launch(call, node, bucket, scratch, hazards) for call in made]
+        made = self.sampling.calls(bucket)
+        scratch = self._scratch(made)
+        launches += [self._launch(call, None, bucket, scratch, hazards) for call in made]
         return StepGraph(bucket.tokens, bucket.seqs, bucket.rows, tuple(launches))
+
+    def _launch(
+        self, call: Call, node: Node | None, bucket: Bucket, scratch: Mapping[str, tuple[int, int]], hazards: Hazards
+    ) -> Launch:
+        """A kernel's launch; the node is None behind the graph, where tokens are chosen."""
+        self.kernels.setdefault(call.kernel.name, call.kernel)
+        args = tuple(self._arg(ref, scratch) for ref in call.args)
+        reads, writes = (self._spans(side, node, scratch, bucket) for side in (call.reads, call.writes))
+        return Launch(call.kernel.name, call.grid, args, hazards.add(reads, writes))
 
     def _calls(self, node: Node, bucket: Bucket) -> tuple[Call, ...]:
         return calls(node, self.types, self.sm, bucket, self.aligned)
@@ -189,17 +211,19 @@ class _Lowering:
         return Arg(ref.kind, ref.value)
 
     def _spans(
-        self, names: Sequence[str], node: Node, scratch: Mapping[str, tuple[int, int]], bucket: Bucket
+        self, names: Sequence[str], node: Node | None, scratch: Mapping[str, tuple[int, int]], bucket: Bucket
     ) -> list[Span]:
         """The bytes of values and scratch buffers, of the cache the node's layer; nothing for what no launch writes."""
         found: list[Span] = []
         for name in names:
             if name in scratch:
                 found.append((_SCRATCH, *scratch[name]))
-            elif name == KV:
+            elif name == HISTORY:
+                found.append((HISTORY, 0, 1))
+            elif name == KV and node is not None:
                 layer = int(node.attr("layer"))  # type: ignore[arg-type]
                 found.append((KV, layer, layer + 1))
-            elif name not in self.weights and name not in INPUTS:
+            elif name not in self.weights and name not in (*INPUTS, RECORDS, SAMPLED):
                 buffer = self.buffer(name)
                 found.append((buffer.arena, buffer.offset, buffer.offset + self.types[name].extent(bucket.dims)))
         return found
