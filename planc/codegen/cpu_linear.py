@@ -1,9 +1,11 @@
 """CPU kernel rows of weights: linear layers, experts, embeddings, in f32, bf16 or codes; and rows rounded to 8 bits."""
 
+from dataclasses import replace
 from math import prod
 
 from planc.codegen.axes import outer
-from planc.codegen.kernel import Constant, Design, Row, Types, alias, flag, integer
+from planc.codegen.kernel import Constant, Design, Row, Types, alias, flag, integer, real
+from planc.compiler.ir import hadamard
 from planc.compiler.ir.graph import Node
 from planc.compiler.ir.operands import Operands, operands
 from planc.compiler.ir.quant import Scheme, scheme
@@ -166,8 +168,14 @@ def _embedding(node: Node, types: Types) -> Design:
 def _quantize_rows(node: Node, types: Types) -> Design:
     axes = outer(node.out.type, types)
     dtype = str(node.attr("dtype"))
-    constants = (alias("Element", _ELEMENTS[dtype], dtype), integer("WIDTH", int(types[0].shape[-1])))
-    return Design(constants, {"extent": axes.extent, "out": axes.out, "x": axes.inputs[0]}, (axes.tag,))
+    turned = int(node.attr("hadamard", 1))  # type: ignore[arg-type]
+    constants = [alias("Element", _ELEMENTS[dtype], dtype), integer("WIDTH", int(types[0].shape[-1]))]
+    constants.append(integer("HADAMARD", turned))
+    if turned > 1:
+        words = ", ".join(f"{word:#x}u" for word in hadamard.WORDS)
+        constants += [Constant(f"static constexpr uint32_t WORD[{len(hadamard.WORDS)}] = {{{words}}}", "")]
+        constants += [replace(real("SCALE", float(hadamard.scale(turned))), tag="")]
+    return Design(tuple(constants), {"extent": axes.extent, "out": axes.out, "x": axes.inputs[0]}, (axes.tag,))
 
 
 def _product_row(op: str, x: str, weights: str, packed: int) -> Row:

@@ -7,6 +7,7 @@ from math import prod
 import numpy as np
 
 from planc.compiler.ir.graph import Graph
+from planc.compiler.ir.hadamard import back
 from planc.compiler.ir.parts import part
 from planc.compiler.ir.quant import BLOCK, SCHEMES, Scheme
 from planc.compiler.ir.recipe import Reader, Recipe, RowReader, evaluate, infer
@@ -21,13 +22,16 @@ Constants = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Quantized:
-    """A weight [.., N, K] that the build rounds to a scheme: the recipe of its floats, and their bounds."""
+    """A weight [.., N, K] that the build rounds to a scheme: the recipe of its floats, their bounds, and the blocks in
+    which they turn before (hadamard.py).
+    """
 
     name: str
     kind: str
     scheme: Scheme
     wide: Recipe
     clip: Recipe | None
+    hadamard: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,7 +49,8 @@ class Quantized:
 
     def stored(self, wide: np.ndarray, clip: np.ndarray | None) -> np.ndarray:
         """float32 values of what the plan keeps of some of its floats."""
-        return self.scheme.dequantize(*(self.scheme.part(wide, p, clip) for p in self.scheme.parts))
+        parts = (self.scheme.part(wide, p, clip, self.hadamard) for p in self.scheme.parts)
+        return back(self.scheme.dequantize(*parts), self.hadamard)
 
 
 def quantized(graph: Graph) -> list[Quantized]:
@@ -58,7 +63,9 @@ def quantized(graph: Graph) -> list[Quantized]:
         wide, *clip = recipe.inputs
         kinds = [_KINDS[n.op] for n in graph.users[w.name] if n.op in _KINDS]
         kind = next((k for k in kinds if k != "embedding"), "embedding")
-        found.append(Quantized(w.name, kind, SCHEMES[str(recipe.get("scheme"))], wide, clip[0] if clip else None))
+        turned = int(dict(recipe.attrs).get("hadamard", 1))  # type: ignore[arg-type]
+        row = SCHEMES[str(recipe.get("scheme"))]
+        found.append(Quantized(w.name, kind, row, wide, clip[0] if clip else None, turned))
     return found
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from planc.compiler.ir.graph import Graph, Node, Value, Weight
+from planc.compiler.ir.hadamard import block
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.quant import SCHEMES, Scheme
 from planc.compiler.ir.recipe import MOVES, Recipe, constant, infer, step
@@ -23,7 +24,7 @@ def quantize(graph: Graph, options: Options) -> tuple[Graph, int]:
     replaced: dict[Node, list[Node]] = {}
     weights: dict[str, Weight] = {}
     constants: dict[str, np.ndarray] = {}
-    rows: dict[tuple[str, str], Node] = {}
+    rows: dict[tuple[str, str, int], Node] = {}
     for n in weighted(graph):
         store = str(n.attr("store"))
         weight = graph.weight_by_name[n.inputs[WEIGHT[n.op]]]
@@ -32,9 +33,9 @@ def quantize(graph: Graph, options: Options) -> tuple[Graph, int]:
             weights[narrowed.name] = narrowed
             replaced[n] = [_over(n, n.inputs, WEIGHT[n.op], [narrowed])]
             continue
-        parts = _parts(weight, SCHEMES[store], options, constants)
+        parts, turned = _parts(weight, SCHEMES[store], options, constants)
         weights |= {w.name: w for w in parts}
-        replaced[n] = _quantized(n, parts, SCHEMES[store], graph, rows)
+        replaced[n] = _quantized(n, parts, SCHEMES[store], turned, graph, rows)
     return graph.rewrite(dict(replaced), add_weights=weights.values(), add_constants=constants), len(replaced)
 
 
@@ -43,8 +44,9 @@ def _narrowed(weight: Weight, dtype: str) -> Weight:
     return Weight(Value(f"{weight.name}.{dtype}", infer(recipe)), recipe)
 
 
-def _parts(weight: Weight, row: Scheme, options: Options, constants: dict[str, np.ndarray]) -> list[Weight]:
-    """The parts as the checkpoint holds them, or made of its floats."""
+def _parts(weight: Weight, row: Scheme, options: Options, constants: dict[str, np.ndarray]) -> tuple[list[Weight], int]:
+    """The parts as the checkpoint holds them, or made of its floats; and the blocks in which these turn for that."""
+    turned = 1
     native = [native_part(weight.recipe, p, row, options.storage.native) for p in row.parts]
     if row.read_only and None in native:
         raise PlancError(f"{weight.name} cannot be stored as {row.name}: only checkpoints that hold it have it.")
@@ -55,20 +57,23 @@ def _parts(weight: Weight, row: Scheme, options: Options, constants: dict[str, n
             bounds, found = constant(clip)
             given.append(bounds)
             constants |= found
-        recipes = [step("quantize", *given, scheme=row.name, part=p) for p in row.parts]
-    return [Weight(Value(f"{weight.name}.{p}", infer(r)), r) for p, r in zip(row.parts, recipes, strict=True)]
+        turned = block(int(infer(given[0]).shape[-1])) if row.turns else 1
+        attrs = {"hadamard": turned} if turned > 1 else {}
+        recipes = [step("quantize", *given, scheme=row.name, part=p, **attrs) for p in row.parts]
+    made = [Weight(Value(f"{weight.name}.{p}", infer(r)), r) for p, r in zip(row.parts, recipes, strict=True)]
+    return made, turned
 
 
 def _quantized(
-    n: Node, parts: list[Weight], row: Scheme, graph: Graph, rows: dict[tuple[str, str], Node]
+    n: Node, parts: list[Weight], row: Scheme, turned: int, graph: Graph, rows: dict[tuple[str, str, int], Node]
 ) -> list[Node]:
     """The product over the parts, behind the rounding of its rows if that stands nowhere yet."""
     before: list[Node] = []
     inputs = n.inputs
     if row.act and n.op != "embedding":
-        key = (inputs[0], row.act)
+        key = (inputs[0], row.act, turned)
         if key not in rows:
-            rows[key] = _rounding(inputs[0], row.act, n, graph)
+            rows[key] = _rounding(*key, n, graph)
             before.append(rows[key])
         inputs = (*(v.name for v in rows[key].outputs), *inputs[1:])
     reader = _over(n, inputs, WEIGHT[n.op] + len(inputs) - len(n.inputs), parts)
@@ -82,10 +87,11 @@ def _over(n: Node, inputs: tuple[str, ...], at: int, weights: list[Weight]) -> N
     return replace(n, inputs=(*inputs[:at], *names, *inputs[at + 1 :]), attrs=attrs)
 
 
-def _rounding(name: str, dtype: str, reader: Node, graph: Graph) -> Node:
-    attrs = (("dtype", dtype),)
+def _rounding(name: str, dtype: str, turned: int, reader: Node, graph: Graph) -> Node:
+    attrs = (("dtype", dtype), *((("hadamard", turned),) if turned > 1 else ()))
     types = OPS["quantize_rows"].infer(dict(attrs), [graph.types[name]])
-    outputs = tuple(Value(f"{name}.{dtype}{tail}", t) for tail, t in zip(("", ".s"), types, strict=True))
+    stem = f"{name}.{dtype}" + (f".h{turned}" if turned > 1 else "")
+    outputs = tuple(Value(f"{stem}{tail}", t) for tail, t in zip(("", ".s"), types, strict=True))
     return Node("quantize_rows", (name,), outputs, attrs, reader.loc)
 
 

@@ -48,7 +48,7 @@ def slow(*case: object) -> object:
 
 # Architecture, target, storage, ranks, dtype of the checkpoint, judge.
 CASES = [
-    ("llama", "cpu", "f32", 2, "bfloat16", "transformers"),
+    ("llama", "cpu", "f32", 2, "bfloat16", "none"),
     ("llama", "sm_90a", "fp8", 1, "float16", "transformers"),
     slow("mixtral", "cpu", "int8-wo", 2, "float32", "none"),
     slow("gemma2", "cpu", "bf16", 1, "bfloat16", "transformers"),

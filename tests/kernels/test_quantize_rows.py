@@ -7,8 +7,8 @@ from planc.compiler.ir.ops import OPS
 from tests.kernels.harness import Case, Library, assert_same_bits, case, f32, random
 
 
-def quantize(dtype: str, *shape: int | str, layout: str = "row") -> Case:
-    return case("quantize_rows", f32(*shape, layout=layout), dtype=dtype)
+def quantize(dtype: str, *shape: int | str, layout: str = "row", **attrs: int) -> Case:
+    return case("quantize_rows", f32(*shape, layout=layout), dtype=dtype, **attrs)
 
 
 CASES = [
@@ -16,6 +16,9 @@ CASES = [
     quantize("i8", "T", 3, 64),
     quantize("f8e4m3", "T", 2, 50, layout="strides:200,80"),
     quantize("i8", "T", 1),
+    quantize("i8", "T", 576, hadamard=64),
+    quantize("i8", "T", 3, 50, layout="strides:200,64", hadamard=2),
+    *(quantize("i8", "T", 16 * h + 8 * h, hadamard=h) for h in (4, 8, 128)),
 ]
 
 

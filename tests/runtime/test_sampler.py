@@ -94,6 +94,14 @@ def test_stream_depends_on_seed_sample_and_position_only():
     assert sample(logits, first, ()) == sample(logits, second, ())
 
 
+def test_uniform_is_the_first_number_of_numpys_philox():
+    for seed, number, position in ((0, 0, 0), (1, 2, 3), (-1, 0, 7), (2**63 - 1, 5, 2**31), (-(2**63), 2**40, 1)):
+        key = np.array([seed % 2**64, number], np.uint64)
+        assert (
+            uniform(seed, number, position) == np.random.Generator(np.random.Philox(key=key, counter=position)).random()
+        )
+
+
 def test_uniform_is_uniform_over_positions_and_over_seeds():
     for values in ([uniform(3, 0, i) for i in range(4000)], [uniform(i, 0, 7) for i in range(4000)]):
         counts, _ = np.histogram(values, 20, (0, 1))

@@ -1,11 +1,13 @@
 """CUDA kernel rows of vectors: norms, rotary, tables, rows to 8 bits, and ops along the last axis."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 from planc.codegen.axes import outer
-from planc.codegen.cuda.call import Call, Constant, Ref, Row, Site, cdiv, i32, kernel, pointer, value
+from planc.codegen.cuda.call import Call, Constant, Ref, Row, Site, cdiv, i32, kernel, pointer, scratch, value
 from planc.codegen.cuda.dense_tiles import vector_warps
+from planc.compiler.ir import hadamard
 from planc.compiler.ir.quant import LIMITS, scheme
 from planc.compiler.ir.types import PAIRS, TensorType
 
@@ -14,6 +16,8 @@ _STEP = 4096  # elements of a vector at a time, where it need not be whole
 _WHOLE = 65536  # elements of a vector that a program holds
 _FLOATS = frozenset({"f32", "bf16", "f16"})
 _NO_FP8 = (80, 86)
+_TURN = 4096  # elements that a program turns
+_TURNED = "turned"  # the buffer that holds them
 
 
 class _Vectors:
@@ -54,6 +58,12 @@ class _Vectors:
         if self.site.is_aligned(made.name):
             self.aligned.add(name)
 
+    def scratch(self, name: str, buffer: str) -> None:
+        """A pointer to a buffer of the node."""
+        self.types[name] = pointer("f32")
+        self.refs.append(scratch(buffer))
+        self.aligned.add(name)
+
     def bucket(self, name: str, number: int) -> None:
         """A number that depends on the bucket, and so takes no part in what the kernel is."""
         self.types[name] = "i32"
@@ -74,7 +84,8 @@ class _Vectors:
     def call(self, source: str, function: str, grid: tuple[int, int, int], warps: int) -> Call:
         node, aligned = self.site.node, frozenset(self.aligned)
         made = kernel(source, function, self.types, self.constants, aligned=aligned, num_warps=warps)
-        reads = tuple(dict.fromkeys(str(r.value) for r in self.refs if r.value in node.inputs))
+        read = (r for r in self.refs if r.kind == "scratch" or r.value in node.inputs)
+        reads = tuple(dict.fromkeys(str(r.value) for r in read))
         return Call(made, grid, tuple(self.refs), reads, tuple(v.name for v in node.outputs))
 
 
@@ -106,14 +117,38 @@ def _norm(site: Site) -> tuple[Call, ...]:
 
 
 def _quantize_rows(site: Site) -> tuple[Call, ...]:
-    dtype = str(site.node.attr("dtype"))
+    dtype, size = str(site.node.attr("dtype")), int(site.number("hadamard", 1))
     p = _Vectors(site, {"X": 0}, _power(_width(site)))
-    p.input("x_ptr", 0)
+    before = ()
+    if size > 1:
+        before = (_rotate(site, size),)
+        p.scratch("x_ptr", _TURNED)
+        p.constants |= {"EXTENT": (), "INNER": 1, "X": (_width(site),)}
+    else:
+        p.input("x_ptr", 0)
     p.output("codes_ptr")
     p.output("scales_ptr", 1)
     p.bucket("vectors", p.count)
     p.constants |= {"LIMIT": float(LIMITS[dtype]), "WHOLE": dtype == "i8", "WIDTH": _width(site)}
-    return p.launch("quantize", "quantize_rows")
+    return (*before, *p.launch("quantize", "quantize_rows"))
+
+
+def _rotate(site: Site, size: int) -> Call:
+    """Turns the rows, in blocks of `size`, into a scratch buffer: a program has some columns of a vector's blocks."""
+    count = _width(site) // size
+    columns = min(_power(count), max(1, _TURN // size))
+    p = _Vectors(site, {"X": 0}, size * columns)
+    p.input("x_ptr", 0)
+    p.scratch("turned_ptr", _TURNED)
+    p.constants |= {"SIZE": size, "STAGES": size.bit_length() - 1, "COUNT": count, "COLUMNS": columns}
+    p.constants |= {"SCALE": float(hadamard.scale(size)), "WORDS": tuple(map(_signed, hadamard.WORDS))}
+    call = p.call("quantize", "rotate", (p.count, cdiv(count, columns), 1), vector_warps(size * columns))
+    return replace(call, reads=site.node.inputs, writes=(_TURNED,), scratch={_TURNED: 4 * p.count * _width(site)})
+
+
+def _signed(word: int) -> int:
+    """The 32 bits of a word as a number of an int."""
+    return word - (word >> 31 << 32)
 
 
 def _along(site: Site) -> tuple[Call, ...]:

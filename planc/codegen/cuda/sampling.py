@@ -89,7 +89,7 @@ class Sampling:
         args = (*inputs, scratch(_KEYS), scratch(_INDEX), scratch(_TOPS), i32(self.pages))
         reads, writes = (self.logits, RECORDS, HISTORY, "page_table"), (self.logits, _KEYS, _INDEX, _TOPS)
         return Call(
-            kernel("sampling", "scan", signature, constants, aligned=self._aligned, num_warps=4),
+            kernel("sampling", "scan", signature, constants, aligned=self._aligned, num_warps=8),
             (bucket.rows, self._chunks, 1),
             args,
             reads,
@@ -117,7 +117,7 @@ class Sampling:
         buffers = (_KEYS, _INDEX, _TOPS, _SUMS, _LIST)
         args = (value(self.logits), value(RECORDS), *map(scratch, buffers), value(SAMPLED))
         return Call(
-            kernel("sampling", "draw", signature, self._constants(*names), aligned=self._aligned, num_warps=8),
+            kernel("sampling", "draw", signature, self._constants(*names), aligned=self._aligned, num_warps=16),
             (bucket.rows, 1, 1),
             args,
             (self.logits, RECORDS, *buffers[:-1]),

@@ -1,6 +1,7 @@
 """round(x / s) @ round(w * s).T ~ x @ w.T in 8 bits: in go rows and weights, out come scales and errors.
 
-A channel whose activations are large costs all others of its token their digits; s moves some of it to the weight.
+A channel whose activations are large costs all others of its token their digits; s moves some of it to the weight. Both
+turn before they are rounded (hadamard.py), which shares out what is left.
 """
 
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from planc.compiler.calibrate.stats import rounded
+from planc.compiler.ir.hadamard import block, rotate
 from planc.compiler.ir.quant import LIMITS
 
 POWERS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # of the activations' peak, the rest is the weight's
@@ -25,12 +27,14 @@ def candidates(peak: np.ndarray, weight: np.ndarray) -> Iterator[np.ndarray]:
 
 def error(w: Tensor, sample: Tensor, s: Tensor) -> float:
     """The sum of squares of what rounding changes in sample[n, K] @ w[N, K].T when s[K] is moved."""
-    given = _rounded(sample / s) @ _rounded(w * s).T
+    size = block(w.shape[1])
+    given = _rounded(sample / s, size) @ _rounded(w * s, size).T
     return float((given - sample @ w.T).square().sum(dtype=torch.float64))
 
 
-def _rounded(x: Tensor) -> Tensor:
+def _rounded(x: Tensor, size: int) -> Tensor:
     """Each row in 8 bits, as the scheme rounds channels of weights and tokens of activations."""
+    x = torch.from_numpy(rotate(x.numpy(), size))
     scale = x.abs().amax(-1, keepdim=True) / _LIMIT
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return (x / scale).round_().clamp_(-_LIMIT, _LIMIT).mul_(scale)

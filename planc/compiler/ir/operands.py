@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from planc.compiler.ir import hadamard
 from planc.compiler.ir.quant import Scheme, scheme
 from planc.compiler.ir.types import Attr, TensorType
 
@@ -75,10 +76,13 @@ def check_rows(attrs: Attrs, given: Operands[TensorType]) -> None:
 
 
 def rows_types(attrs: Attrs, types: Types) -> Out:
-    """quantize_rows: x f32[.., K] gives codes[.., K] and scales f32[..]."""
+    """quantize_rows: x f32[.., K] gives codes[.., K] and scales f32[..]; `hadamard` is the block in which rows turn."""
     (x,) = types
     if x.dtype != "f32" or len(x.shape) < 2:
         raise ValueError(f"quantize_rows: x must be f32 with rows, got {x}")
     if attrs["dtype"] not in ("i8", "f8e4m3"):
         raise ValueError(f"quantize_rows: rows are rounded to i8 or f8e4m3, not {attrs['dtype']}")
+    size = attrs.get("hadamard", 1)
+    if not isinstance(size, int) or size & (size - 1) or not 1 <= size <= hadamard.block(int(x.shape[-1])):
+        raise ValueError(f"quantize_rows: rows of {x} do not turn in blocks of {size}")
     return TensorType(str(attrs["dtype"]), x.shape), TensorType("f32", x.shape[:-1])

@@ -95,13 +95,14 @@ _KV = {"layer": True, "heads": True, "k_dim": True, "v_dim": True, "block": True
 _KV |= {"k_offset": True, "v_offset": True, "page_bytes": True, "k_scale_offset": False, "v_scale_offset": False}
 _MASK = {"scale": True, "kind": True, "window": True, "softcap": True, "layer": True}
 _HEADS = {"sinks": False, "alibi": False}
+_ROUNDING = {"dtype": True, "hadamard": False}
 
 
 def _model() -> list[Op]:
     return [
         Op("embedding", infer.embedding, refs.embedding, {"store": False}, shard="vocab"),
         Op("linear", infer.linear, refs.linear, {"bias": False, "store": False}, shard="linear"),
-        Op("quantize_rows", operands.rows_types, refs_quant.quantize_rows, {"dtype": True}, shard="replicate"),
+        Op("quantize_rows", operands.rows_types, refs_quant.quantize_rows, _ROUNDING, shard="replicate"),
         Op("qlinear", infer.qlinear, refs_quant.qlinear, {"scheme": True, "bias": False}, shard="replicate"),
         Op("qembedding", infer.qembedding, refs_quant.qembedding, {"scheme": True}, shard="replicate"),
         Op("rms_norm", infer.same, refs.rms_norm, _NORM, shard="rows", inplace=0),

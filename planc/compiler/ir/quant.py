@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planc.compiler.ir.hadamard import rotate
 from planc.compiler.ir.types import DTYPES, Dim, TensorType
 
 GROUPS = (128, 64, 32)
@@ -25,7 +26,9 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 class Scheme:
     """One row. `codes` is the dtype of the codes, `group` how many k share a scale (None: all of a channel's), `blocks`
     that 128 channels share it too, `zeros` that each group has a zero point, `offset` the zero point of all where it is
-    one number, `act` the dtype that activations are rounded to, a scale a token; None leaves them as they are.
+    one number, `act` the dtype that activations are rounded to, a scale a token; None leaves them as they are. Rows and
+    weights of a scheme that `turns` turn before they are rounded (hadamard.py): codes at equal steps gain by it, those
+    of floats lose.
 
     A scheme that is `read_only` is what checkpoints hold, and nothing is quantized to it.
     """
@@ -37,6 +40,7 @@ class Scheme:
     zeros: bool = False
     offset: int = 0
     act: str | None = None
+    turns: bool = False
     read_only: bool = False
 
     @property
@@ -65,17 +69,18 @@ class Scheme:
             return None
         return ndim - 2 if self.group is None else ndim - 1
 
-    def part(self, w: np.ndarray, part: str, clip: np.ndarray | None = None) -> np.ndarray:
+    def part(self, w: np.ndarray, part: str, clip: np.ndarray | None = None, hadamard: int = 1) -> np.ndarray:
         """The array of `part`; ValueError when the weight holds NaN or infinity.
 
-        `clip`, of the shape of the scales, bounds |w| before its range is found.
+        `clip`, of the shape of the scales, bounds |w| before its range is found. The weight turns along K in blocks of
+        `hadamard` first, as the rows do that it multiplies.
         """
         if self.read_only:
             raise ValueError(f"nothing is quantized to {self.name}: it is read from checkpoints that hold it")
         made = self.part_type(TensorType("f32", w.shape), part)
         out = np.empty(made.shape, DTYPES[made.dtype])  # type: ignore[type-var]
         for at in np.ndindex(*w.shape[:-2]):
-            self._fill(w[at], part, out[at], None if clip is None else clip[at])
+            self._fill(w[at], part, out[at], None if clip is None else clip[at], hadamard)
         return out
 
     def dequantize(self, q: np.ndarray, s: np.ndarray, z: np.ndarray | None = None) -> np.ndarray:
@@ -98,10 +103,10 @@ class Scheme:
             return s[..., None]
         return np.repeat(s.swapaxes(-1, -2), self.group, axis=-1)[..., :k]
 
-    def _fill(self, w: np.ndarray, part: str, out: np.ndarray, clip: np.ndarray | None) -> None:
+    def _fill(self, w: np.ndarray, part: str, out: np.ndarray, clip: np.ndarray | None, hadamard: int) -> None:
         """One matrix, some rows at a time."""
         for rows in self._rows(w):
-            wide = w[rows].astype(np.float32)
+            wide = rotate(w[rows], hadamard)
             mine = (..., rows)
             s, z = self._scales(wide, None if clip is None else clip[mine])
             if part == "q":
@@ -159,7 +164,7 @@ def _divisor(s: np.ndarray) -> np.ndarray:
 
 
 _ROWS = (
-    Scheme("int8", "i8", act="i8"),
+    Scheme("int8", "i8", act="i8", turns=True),
     Scheme("int8-wo", "i8"),
     Scheme("fp8", "f8e4m3", act="f8e4m3"),
     Scheme("fp8-block", "f8e4m3", group=BLOCK, blocks=True, act="f8e4m3"),
@@ -199,8 +204,11 @@ def fitted(name: str, k: int) -> str:
     return f"{base}-g{sizes[0]}"
 
 
-def quantize_rows(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [.., K] and scales f32 [..] of activations: each row by its own largest magnitude, a zero row by 0."""
+def quantize_rows(x: np.ndarray, dtype: str, hadamard: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [.., K] and scales f32 [..] of activations: each row by its own largest magnitude, a zero row by 0, after
+    it has turned in blocks of `hadamard`.
+    """
+    x = rotate(x, hadamard)
     limit = np.float32(LIMITS[dtype])
     scale = np.asarray(np.abs(x).max(axis=-1) / limit, np.float32)
     ratio = np.clip(x / _divisor(scale)[..., None], -limit, limit)

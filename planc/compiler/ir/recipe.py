@@ -20,9 +20,9 @@ RowReader = Callable[[str, int, int], np.ndarray]
 class Recipe:
     """One step of a recipe: leaves are `load` (a checkpoint tensor) and `const` (a computed one, by digest).
 
-    Inner steps are `quantize` (attrs scheme, part; after the weight maybe bounds that clip it), `pack` (attr layout),
-    `shard` (a rank's part of an axis, see shards.py), or any op of the op table without effects, evaluated by its
-    reference, so that `1 + w` of a norm folds with no code of its own.
+    Inner steps are `quantize` (attrs scheme, part, maybe hadamard, the blocks that turn; after the weight maybe bounds
+    that clip it), `pack` (attr layout), `shard` (a rank's part of an axis, see shards.py), or any op of the op table
+    without effects, evaluated by its reference, so that `1 + w` of a norm folds with no code of its own.
     """
 
     op: str
@@ -156,7 +156,8 @@ def evaluate(
         return pack(args.pop(), str(attrs["layout"]))
     if recipe.op == "quantize":
         w, clip = args.pop(0), args.pop() if args else None
-        return scheme(str(attrs["scheme"])).part(w, str(attrs["part"]), clip)
+        turned = int(attrs.get("hadamard", 1))  # type: ignore[call-overload]
+        return scheme(str(attrs["scheme"])).part(w, str(attrs["part"]), clip, turned)
     types = [infer(r) for r in recipe.inputs]
     return OPS[recipe.op].ref(attrs, args, types)[0]
 

@@ -13,7 +13,7 @@ from planc.compiler.ir.types import TensorType
 
 def quantize_rows(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
     """Codes and scales of the rows of x; see planc.compiler.ir.quant.quantize_rows."""
-    return rounded(args[0], str(attrs["dtype"]))
+    return rounded(args[0], str(attrs["dtype"]), int(attrs.get("hadamard", 1)))  # type: ignore[call-overload]
 
 
 def qembedding(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:

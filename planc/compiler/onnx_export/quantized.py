@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from planc.compiler.ir import hadamard
 from planc.compiler.ir.graph import Node
 from planc.compiler.ir.operands import operands, scheme_of
 from planc.compiler.ir.quant import E2M1, LIMITS, Scheme
@@ -16,14 +17,26 @@ Take = Callable[[str], str]
 
 
 def quantize_rows(e: Emitter, n: Node) -> Sequence[str]:
-    """Rows over their largest magnitude, rounded to even; a row of zeros stays."""
-    x, dtype = e.value(n.inputs[0]), str(n.attr("dtype"))
+    """Rows over their largest magnitude, rounded to even, once they have turned; a row of zeros stays."""
+    x, dtype = _rotated(e, n), str(n.attr("dtype"))
     limit = e.const(float(LIMITS[dtype]))
     scale = e.op("Div", e.op("ReduceMax", e.op("Abs", x), e.ints(-1), keepdims=1), limit)
     safe = e.op("Where", e.op("Equal", scale, e.const(0.0)), e.const(1.0), scale)
     codes = e.op("Clip", e.op("Div", x, safe), e.op("Neg", limit), limit)
     codes = e.op("Round", codes) if dtype == "i8" else codes
     return e.cast(codes, dtype), e.op("Squeeze", scale, e.ints(-1))
+
+
+def _rotated(e: Emitter, n: Node) -> str:
+    """The rows times a Hadamard matrix, block by block, where the node wants that."""
+    size, shape = int(n.attr("hadamard", 1)), e.type(n.inputs[0]).shape  # type: ignore[arg-type]
+    x = e.value(n.inputs[0])
+    if size == 1:
+        return x
+    matrix = hadamard.rotate(np.eye(size, dtype=np.float32), size).T
+    blocks = e.op("Reshape", x, e.ints(-1, *map(int, shape[1:-1]), size, int(shape[-1]) // size))
+    turned = e.op("MatMul", e.const(matrix), blocks)
+    return e.op("Reshape", turned, e.ints(-1, *map(int, shape[1:])))
 
 
 def qlinear(e: Emitter, n: Node) -> Sequence[str]:

@@ -63,6 +63,7 @@ FAST = {
     ),
     "softmax": simple(case("softmax", f32("T", 3, 40))),
     "topk": simple(case("topk", f32("T", 100), k=4, largest=True)),
+    "rows that turn": simple(case("quantize_rows", f32("T", 208), dtype="i8", hadamard=16)),
 }
 SLOW = {
     "linear of many rows": product(130, 130),

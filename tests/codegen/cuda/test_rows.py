@@ -119,6 +119,16 @@ def test_rows_to_8_bits_are_the_references(dtype: str, shape: tuple[int | str, .
         np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
 
 
+@pytest.mark.parametrize(("shape", "size"), [((3, 2), 2), ((576,), 64), ((3, 1664), 128), ((4096,), 128)], ids=str)
+def test_rows_turn_before_they_are_rounded(shape: tuple[int, ...], size: int) -> None:
+    c = case("quantize_rows", f32("T", *shape), dtype="i8", hadamard=size)
+    x = random(5, *shape, scale=4)
+    x[..., 1] *= 100
+    x[2] = 0
+    for got, want in zip(run(c, [x], 90), reference(c, [x]), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_rows_to_8_bits_of_a_view() -> None:
     c = case("quantize_rows", VIEW, dtype="i8")
     x = random(5, 3, 19)

@@ -51,3 +51,39 @@ def quantize_rows(
         code = (code + _HALVES_VANISH) - _HALVES_VANISH
     out = vector.to(tl.int64)[:, None] * WIDTH + column[None, :]
     tl.store(codes_ptr + out, code.to(codes_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def rotate(
+    x_ptr,
+    turned_ptr,
+    SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+    COUNT: tl.constexpr,
+    SCALE: tl.constexpr,
+    WORDS: tl.constexpr,
+    EXTENT: tl.constexpr,
+    INNER: tl.constexpr,
+    X: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Vectors times a Hadamard matrix, dense: features COUNT apart form a block of SIZE = 2^STAGES, in WORDS the bits of
+    those that are negated first. Additions in the order of planc.compiler.ir.hadamard.
+    """
+    vector = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    feature = tl.arange(0, SIZE)
+    at = feature[:, None] * COUNT + column[None, :]
+    there = (column < COUNT)[None, :] & (feature >= 0)[:, None]
+    x = tl.load(x_ptr + _at(vector, EXTENT, INNER, X) + at, mask=there, other=0.0).to(tl.float32)
+    word = tl.full((SIZE,), WORDS[0], tl.int32)
+    for i in tl.static_range(1, len(WORDS)):
+        word = tl.where(feature // 32 == i, WORDS[i], word)
+    x *= (1 - 2 * ((word >> (feature % 32)) & 1)).to(tl.float32)[:, None]
+    for stage in tl.static_range(STAGES):
+        half: tl.constexpr = SIZE >> (stage + 1)
+        pairs = tl.permute(tl.reshape(x, (SIZE // (2 * half), 2, half * COLUMNS)), (0, 2, 1))
+        a, b = tl.split(pairs)
+        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (SIZE, COLUMNS))
+    width: tl.constexpr = SIZE * COUNT
+    tl.store(turned_ptr + vector.to(tl.int64) * width + at, x * SCALE, mask=there)
