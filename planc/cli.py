@@ -106,7 +106,7 @@ def _build_extra(verb: F) -> F:
     type=click.Choice(["pack", "none"]),
     default="pack",
     show_default=True,
-    help="none builds the code alone.",
+    help="none builds the code alone; `planc pack` adds weights later.",
 )
 @click.option(
     "--reference",

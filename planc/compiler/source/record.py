@@ -20,11 +20,28 @@ if TYPE_CHECKING:
 FILE = "config.json"
 
 _NAMES = ("architectures", "auto_map", "dtype", "torch_dtype", "id2label", "label2id", "problem_type")
-_CALLS = ("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits")
-_TRAINING = ("initializer_range", "initializer_factor", "gradient_checkpointing", "chunk_size_feed_forward")
+_CALLS = (
+    "use_cache",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "chunk_size_feed_forward",
+)
+_TRAINING = ("initializer_range", "initializer_factor", "init_std", "gradient_checkpointing", "router_jitter_noise")
 _GENERATION = ("do_sample", "max_length", "min_length", "max_new_tokens", "num_beams", "repetition_penalty")
 _IGNORED = frozenset({*_NAMES, *_CALLS, *_TRAINING, *_GENERATION})
-_ENDINGS = ("_token_id", "_token_ids", "_token_index", "dropout", "_pdrop", "dropout_prob", "layerdrop", "loss_coef")
+_ENDINGS = (
+    "_token_id",
+    "_token_ids",
+    "_token_index",
+    "dropout",
+    "_pdrop",
+    "dropout_prob",
+    "dropout_rate",
+    "layerdrop",
+    "loss_coef",
+)
 _ABSENT = None  # a key that a config does not have; what is absent is what is null
 
 
