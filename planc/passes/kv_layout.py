@@ -19,6 +19,7 @@ from planc.passes.options import Options
 
 SCALED = frozenset({"i8", "f8e3m4", "f8e4m3"})  # caches whose elements have scales
 _ALIGN = 64  # bytes: a cache line, and the widest vector
+_DEVICE_ALIGN = 256  # bytes that device memory is given in
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,9 @@ def _layout(nodes: list[Node], graph: Graph, options: Options) -> tuple[dict[tup
             attrs[name] = at
             at += _aligned(size)
         parts[n.inputs[1:3]] = _Part(attrs, n)
-    ids = options.block_size * DTYPES["i32"].itemsize if options.target.kind == "cuda" else 0
-    return parts, at + _aligned(ids)
+    if options.target.kind == "cuda":
+        at = _aligned(at + options.block_size * DTYPES["i32"].itemsize, _DEVICE_ALIGN)
+    return parts, at
 
 
 def _sizes(heads: int, k_dim: int, v_dim: int, options: Options) -> Iterator[tuple[str, int]]:
@@ -76,8 +78,8 @@ def _sizes(heads: int, k_dim: int, v_dim: int, options: Options) -> Iterator[tup
             yield f"{name}_scale_offset", vectors * DTYPES["f32"].itemsize
 
 
-def _aligned(n: int) -> int:
-    return -(-n // _ALIGN) * _ALIGN
+def _aligned(n: int, to: int = _ALIGN) -> int:
+    return -(-n // to) * to
 
 
 def _append(n: Node, attrs: dict[str, Attr]) -> Node:

@@ -11,13 +11,13 @@ from planc.compiler.build import BuildRequest, build, build_each
 from planc.compiler.emulate import whole
 from planc.compiler.emulate_kernels import each_kernel
 from planc.compiler.progress import Progress
-from planc.emulator.run import emulated
+from planc.emulator.run import allocated, emulated
 from planc.errors import UsageError
 from planc.plans import store
 from planc.plans.check import check
 from planc.plans.diff import diff
 from planc.plans.launches import load
-from planc.runtime.cuda import CudaExecutor
+from planc.runtime.cuda import CudaExecutor, arena_bytes
 from planc.runtime.engine import Engine
 from planc.runtime.scheduler import SchedulerLimits
 from planc.runtime.sequence import SamplingParams
@@ -110,8 +110,10 @@ def test_kernels_of_a_plan_without_weights(model, tmp_path: Path) -> None:
     plan = store.load(root)
     assert plan.limits.ranks == 2
     assert [e.step for e in plan.estimates] == ["decode", "decode", "prefill"]
+    assert allocated(root, plan, 9) == sum(arena_bytes(load(root), 9 * plan.kv.page_bytes).values())
     found = list(each_kernel(root, plan, seed=3))
     assert len(found) >= 10
+    assert found[-1].name.startswith("token choice")
     assert all(v.ok for v in found), [v for v in found if not v.ok]
 
 

@@ -49,6 +49,16 @@ def layers(*shapes: tuple[int, int, int]) -> Graph:
     return parse(f"graph g({', '.join(inputs)}, {INPUTS}) {{\n{''.join(nodes)}  return {outputs}\n}}\n")
 
 
+def test_a_page_on_a_gpu_ends_with_the_ids_of_its_tokens() -> None:
+    def page_bytes(target: str) -> int:
+        paged, _ = kv_layout(layers((2, 8, 8)), replace(OPTIONS, target=parse_target(target), block_size=48))
+        return next(int(v.type.shape[1]) for v in paged.inputs if v.name == "kv")
+
+    keys_and_values = 2 * 2 * 8 * 48 * 4
+    assert page_bytes("cpu:portable") == keys_and_values
+    assert page_bytes("sm_90a") == keys_and_values + 256, "48 ids, and what device memory is given in"
+
+
 @pytest.mark.parametrize("block", [16, 48])
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "i8", "f8e3m4", "f8e4m3"])
 def test_parts_of_a_page_are_aligned_and_apart(dtype: str, block: int) -> None:
