@@ -99,19 +99,21 @@ def _check_plan(root: Path, plan: schema.Plan) -> None:
 def _job(request: PackRequest, plan: schema.Plan, source: ModelSource, progress: Progress) -> "_Job":
     """What there is to pack, after all that can be refused without reading a weight."""
     config = source.config()
-    _check_config(request, plan, source, config)
+    _check_config(request, plan, source, ())
     facts.say_source(source, config, progress)
     with progress.stage("tensors"):
         stored = text.read(request.plan / store.GRAPH)
-        binding = bind(new_model(config, trust_remote_code=request.trust_remote_code), source)
+        model = new_model(config, trust_remote_code=request.trust_remote_code)
+        _check_config(request, plan, source, record.counting(model))
+        binding = bind(model, source)
         graph = rebind(stored, binding, source)
         graph = replace(graph, constants=weights.read_constants(graph, request.plan))
     facts.say_binding(binding, progress)
     return _Job(request, plan, source, config, binding, graph, progress)
 
 
-def _check_config(request: PackRequest, plan: schema.Plan, source: ModelSource, config: "PretrainedConfig") -> None:
-    found = record.first_difference(record.read(request.plan), record.recorded(config))
+def _check_config(request: PackRequest, plan: schema.Plan, source: ModelSource, counting: tuple[str, ...]) -> None:
+    found = record.first_difference(record.read(request.plan), record.recorded(source.config()), counting)
     if found is None:
         return
     key, was, now = found

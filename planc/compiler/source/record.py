@@ -15,7 +15,7 @@ from planc.compiler.source.base import VOLATILE
 from planc.errors import PlancError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 FILE = "config.json"
 
@@ -66,11 +66,22 @@ def read(root: Path) -> dict[str, Any]:
     return kept
 
 
-def first_difference(was: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
+def counting(model: PreTrainedModel) -> tuple[str, ...]:
+    """Token ids that a step of the model does depend on: that of padding, where a table leaves out its row."""
+    from transformers import PreTrainedModel
+
+    words = model.get_input_embeddings()
+    tables = (m for m in model.modules() if m is not words and not isinstance(m, PreTrainedModel))
+    return ("pad_token_id",) if any(getattr(m, "padding_idx", None) is not None for m in tables) else ()
+
+
+def first_difference(
+    was: dict[str, Any], now: dict[str, Any], counting: tuple[str, ...] = ()
+) -> tuple[str, Any, Any] | None:
     """The first key, its path joined by dots, that two records disagree on, and both values; the model's type goes
-    first, the others by name.
+    first, the others by name. Token ids make no difference but for those in `counting`.
     """
-    before, after = dict(_flat(was)), dict(_flat(now))
+    before, after = dict(_flat(was, counting)), dict(_flat(now, counting))
     for key in sorted(before.keys() | after.keys(), key=lambda k: (k != "model_type", k)):
         pair = before.get(key, _ABSENT), after.get(key, _ABSENT)
         if pair[0] != pair[1]:
@@ -85,12 +96,12 @@ def _stable(value: Any) -> Any:
     return [_stable(v) for v in value] if isinstance(value, list) else value
 
 
-def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(table: dict[str, Any], counting: tuple[str, ...], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """What may change a step, tables within tables under dotted names."""
     for key, value in table.items():
-        if key in _IGNORED or key.endswith(_ENDINGS):
+        if key in _IGNORED or (key.endswith(_ENDINGS) and key not in counting):
             continue
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flat(value, counting, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

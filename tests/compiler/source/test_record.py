@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from planc.compiler.source import record
+from planc.compiler.source import new_model, record
 from planc.errors import PlancError
 from tests.models import config_of
 
@@ -17,6 +17,14 @@ def test_what_cannot_change_a_step_makes_no_difference() -> None:
     assert told != plain
     assert record.first_difference(plain, told) is None
     assert not {"_name_or_path", "transformers_version"} & told.keys()
+
+
+def test_a_token_id_counts_where_a_table_leaves_out_its_row() -> None:
+    pads = [record.recorded(config_of("xglm", pad_token_id=pad)) for pad in (1, 5)]
+    assert record.first_difference(*pads) is None
+    counting = record.counting(new_model(config_of("xglm", pad_token_id=5)))
+    assert record.first_difference(*pads, counting) == ("pad_token_id", 1, 5)
+    assert record.counting(new_model(config_of("llama"))) == ()
 
 
 def test_the_first_difference_is_told_with_both_values() -> None:
