@@ -30,11 +30,12 @@ _PRODUCTS = {
     "attend": "k_ptr",
     "attend_split": "k_ptr",
 }
+_CHOICES = ("scan", "weigh", "draw")  # functions that keep tiles of a vocabulary in registers
 _LETTERS = {"*bf16": "H", "*i8": "I", "*fp8e4nv": "Q"}  # how instructions spell what they multiply
 _WIDENED = ("linear_widened", "attend", "attend_split")  # codes become bf16 there
 # Bytes a thread may keep in memory: `attend` puts the sums of earlier splits there while it walks the next, outside of
-# its loop over keys. Everything else that multiplies has its sums in registers; for the sake of one block more on an
-# SM, the assembler may park a word or two across the loop, stored before it and loaded after it.
+# its loop over keys. All else that multiplies or chooses has its sums in registers; for the sake of one block more on
+# an SM, the assembler may park a word or two across the loop, stored before it and loaded after it.
 _STACK = {"attend": 512, "attend_split": 64}
 _PARKED = 16
 
@@ -50,7 +51,8 @@ def instructions(cubin: Path, disassembler: Path) -> dict[str, int]:
 
 def check(kernel: TritonKernel, binary: Binary, cubin: Cubin, counts: Mapping[str, int], sm: SM) -> None:
     """PlancError says everything that is wrong with a kernel; that is a defect of planc, so it names the numbers."""
-    wrong = [*_fits(binary, cubin, sm), *_parameters(kernel, binary), *_products(kernel, binary, cubin, counts, sm)]
+    wrong = [*_fits(binary, cubin, sm), *_parameters(kernel, binary), *_spills(kernel, binary, cubin, counts)]
+    wrong += _products(kernel, binary, cubin, counts, sm)
     if wrong:
         raise PlancError(f"kernel {kernel.name} fails the gate for {sm.name}: {'; '.join(wrong)}")
 
@@ -76,13 +78,16 @@ def _parameters(kernel: TritonKernel, binary: Binary) -> Iterator[str]:
         yield f"it has {binary.threads} threads, expected {kernel.num_warps} warps"
 
 
+def _spills(kernel: TritonKernel, binary: Binary, cubin: Cubin, counts: Mapping[str, int]) -> Iterator[str]:
+    stack = _spilled(cubin.kernels[binary.entry], counts)
+    allowed = _STACK.get(kernel.function, _PARKED)
+    if kernel.function in (*_PRODUCTS, *_CHOICES) and stack > allowed:
+        yield f"it spills {stack} B a thread, {allowed} are allowed"
+
+
 def _products(kernel: TritonKernel, binary: Binary, cubin: Cubin, counts: Mapping[str, int], sm: SM) -> Iterator[str]:
     if kernel.function not in _PRODUCTS:
         return
-    stack = _spilled(cubin.kernels[binary.entry], counts)
-    allowed = _STACK.get(kernel.function, _PARKED)
-    if stack > allowed:
-        yield f"it spills {stack} B a thread, {allowed} are allowed"
     wanted = _instruction(kernel, sm)
     if wanted and not counts.get(wanted):
         have = ", ".join(n for n in counts if n.endswith("MMA")) or "no instructions of tensor cores"

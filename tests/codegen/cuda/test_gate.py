@@ -63,6 +63,10 @@ def test_a_good_kernel_passes() -> None:
             "it spills 24 B a thread, 16 are allowed",
             {"found": replace(FOUND, stack=24), "counts": {"HGMMA": 4, "STL": 2}},
         ),
+        (
+            "it spills 24 B a thread, 16 are allowed",
+            {"function": "draw", "found": replace(FOUND, stack=24), "counts": {"STL": 2}},
+        ),
         ("it has no HGMMA, but HMMA", {"counts": {"HMMA": 64}}),
         ("it has no QGMMA, but HGMMA", {"signature": SIGNATURE | {"w_ptr": "*fp8e4nv"}}),
         (
