@@ -184,7 +184,8 @@ class CudaExecutor:
         self, batch: Batch, records: Int32, *, with_logits: bool = False
     ) -> tuple[Int32, NDArray[np.float32]]:
         """Run one step whose rows are chosen by `records` [R, RECORD]. Of each row its token and the bits of its best
-        logit [R, 2], and logits [R, vocab_size]: those of rows whose record says HOST, or of all `with_logits`.
+        logit [R, 2], and logits [R, vocab_size]: those of rows whose record says HOST, or of all `with_logits`, in
+        which penalties and biases have been applied.
         """
         for collective in self.run(batch, records, with_logits):
             assert self._together is not None

@@ -1,7 +1,9 @@
 """Plans for GPUs: built here, their PTX run in the emulator by the real executor, beside the references."""
 
 import re
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from planc.errors import UsageError
 from planc.plans import store
 from planc.plans.check import check
 from planc.plans.diff import diff
-from planc.plans.launches import load
+from planc.plans.launches import load, save
 from planc.runtime.cuda import CudaExecutor, arena_bytes
 from planc.runtime.engine import Engine
 from planc.runtime.scheduler import SchedulerLimits
@@ -103,6 +105,22 @@ def test_an_engine_gives_the_tokens_of_the_hosts_sampler(weighted, monkeypatch) 
         if on_device:
             assert copied == [1] * 4
     assert found[0] == found[1]
+
+
+def test_penalties_that_do_not_wait_for_the_ids_of_tokens_are_caught(weighted, tmp_path: Path) -> None:
+    root = tmp_path / "plan"
+    shutil.copytree(weighted("llama", "sm_90a", "fp8", "bf16"), root)
+    held, graphs = load(root), []
+    for step in held.graphs:
+        late = [n for n, launch in enumerate(step.launches) if launch.kernel.startswith("remember")]
+        kept = [replace(x, deps=tuple(d for d in x.deps if d not in late)) for x in step.launches]
+        assert kept != list(step.launches)
+        graphs.append(replace(step, launches=tuple(kept)))
+    save(root, replace(held, graphs=tuple(graphs)))
+    with emulated(root, store.seal(root, store.load(root)), 6) as gpu:
+        engine = Engine(gpu.executor, Tokenizer.load(root / "tokenizer"), SchedulerLimits(64, 4, 32))
+        (output,) = engine.generate([[1, 2, 3]], SamplingParams(temperature=0, presence_penalty=1.0))
+    assert re.search(r"\(remember\) and launch \d+ \(scan\) of a graph touch byte \d+ of buffer kv", output.error or "")
 
 
 def test_kernels_of_a_plan_without_weights(model, tmp_path: Path) -> None:
