@@ -23,6 +23,8 @@ from tests.moe import MOE
 
 SMALL = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "calib": "none"}
 
+HOW = {"dtype": "int8", "tp": 2, "reference": "none"}
+
 
 def built(model: Path, out: Path, **more: object) -> Path:
     with Progress(quiet=True) as progress:
@@ -48,8 +50,8 @@ def slow(*case: object) -> object:
 
 # Architecture, target, storage, ranks, dtype of the checkpoint, judge.
 CASES = [
-    ("llama", "cpu", "f32", 2, "bfloat16", "none"),
     ("llama", "sm_90a", "fp8", 1, "float16", "transformers"),
+    slow("llama", "cpu", "f32", 2, "bfloat16", "transformers"),
     slow("mixtral", "cpu", "int8-wo", 2, "float32", "none"),
     slow("gemma2", "cpu", "bf16", 1, "bfloat16", "transformers"),
     slow("bloom", "cpu", "bf16", 2, "bfloat16", "none"),  # constants of which ranks take a part each
@@ -108,8 +110,8 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def plan(models: Path, tmp_path_factory) -> Path:
-    """A plan of the first without weights."""
-    return built(models / "llama-0", tmp_path_factory.mktemp("plan") / "plan", weights="none", dtype="int8")
+    """A plan of the first without weights, for two ranks."""
+    return built(models / "llama-0", tmp_path_factory.mktemp("plan") / "plan", weights="none", **HOW)
 
 
 def test_one_plan_takes_the_weights_of_every_model_of_its_kind(models: Path, plan: Path, tmp_path: Path) -> None:
@@ -121,6 +123,7 @@ def test_one_plan_takes_the_weights_of_every_model_of_its_kind(models: Path, pla
         (other / name).write_text(json.dumps(json.loads((other / name).read_text()) | changed))
     first, second = packed(plan, models / "llama-0", tmp_path / "first"), packed(plan, other, tmp_path / "second")
     assert contents(plan) == before
+    assert contents(first) == contents(built(models / "llama-0", tmp_path / "built", **HOW))
     kept = (store.load(first), store.load(second))
     assert [p.model.eos_token_ids for p in kept] == [(2,), (2, 7)]
     assert kept[0].model.fingerprint != kept[1].model.fingerprint
