@@ -166,16 +166,17 @@ def _embedding(node: Node, types: Types) -> Design:
 
 
 def _quantize_rows(node: Node, types: Types) -> Design:
-    axes = outer(node.out.type, types)
+    axes = outer(node.out.type, types[:1])
     dtype = str(node.attr("dtype"))
     turned = int(node.attr("hadamard", 1))  # type: ignore[arg-type]
     constants = [alias("Element", _ELEMENTS[dtype], dtype), integer("WIDTH", int(types[0].shape[-1]))]
-    constants.append(integer("HADAMARD", turned))
+    constants += [integer("HADAMARD", turned), flag("SHIFT", len(node.inputs) > 1)]
     if turned > 1:
         words = ", ".join(f"{word:#x}u" for word in hadamard.WORDS)
         constants += [Constant(f"static constexpr uint32_t WORD[{len(hadamard.WORDS)}] = {{{words}}}", "")]
         constants += [replace(real("SCALE", float(hadamard.scale(turned))), tag="")]
-    return Design(tuple(constants), {"extent": axes.extent, "out": axes.out, "x": axes.inputs[0]}, (axes.tag,))
+    given = {"extent": axes.extent, "out": axes.out, "x": axes.inputs[0], "shift": 1 if len(node.inputs) > 1 else None}
+    return Design(tuple(constants), given | {"to": len(node.inputs)}, (axes.tag,))
 
 
 def _product_row(op: str, x: str, weights: str, packed: int) -> Row:
@@ -200,7 +201,7 @@ def _embedding_row(op: str, table: str) -> Row:
 
 
 _U4_TABLE = "table u4 packed with scales by group, ids i32[T]"
-_ROUND = "x f32[.., K] to i8 or f8e4m3, and a scale a row"
+_ROUND = "x f32[.., K], maybe a shift f32[K], to i8 or f8e4m3, and a scale a row"
 
 LINEAR: tuple[Row, ...] = (
     _product_row("linear", "f32", "f32 or bf16", 1),

@@ -118,8 +118,7 @@ def _kept(attempt: Attempt, most: Limits, widened: tuple[str, ...]) -> Attempt:
 
 def _options(options: Options, search: Search) -> Options:
     """With the search's storage; bounds found for a scheme go with it."""
-    clips = {name: clip for name, clip in options.choices.clips.items() if name not in search.names}
-    return replace(options, quant=search.storage, choices=replace(options.choices, clips=clips))
+    return replace(options, quant=search.storage, choices=options.choices.without(search.names))
 
 
 def _costs(

@@ -27,7 +27,8 @@ def migrate(graph: Graph, options: Options) -> tuple[Graph, int]:
     for site in chosen:
         edit.take(site, choices.scales[site.name])
     for n in graph.nodes:
-        if n.op in PRODUCTS and n.out.name in choices.offsets and weight_of(n) in choices.clips:
+        counted = n.op in PRODUCTS and (weight_of(n) in choices.clips or weight_of(n) in choices.shifts)
+        if counted and n.out.name in choices.offsets:
             edit.offset(n, choices.offsets[n.out.name])
     return edit.made(), len(chosen)
 

@@ -18,13 +18,15 @@ from planc.passes.assign import WEIGHT, weighted
 from planc.passes.native import native_part
 from planc.passes.options import Options
 
+_Rows = dict[tuple[str, str, int, Weight | None], Node]  # by what is rounded, to what, and what is done to it before
+
 
 def quantize(graph: Graph, options: Options) -> tuple[Graph, int]:
     """Gives every weight of a product or an embedding the storage that `assign` wrote; counts the nodes."""
     replaced: dict[Node, list[Node]] = {}
     weights: dict[str, Weight] = {}
     constants: dict[str, np.ndarray] = {}
-    rows: dict[tuple[str, str, int], Node] = {}
+    rows: _Rows = {}
     for n in weighted(graph):
         store = str(n.attr("store"))
         weight = graph.weight_by_name[n.inputs[WEIGHT[n.op]]]
@@ -34,8 +36,9 @@ def quantize(graph: Graph, options: Options) -> tuple[Graph, int]:
             replaced[n] = [_over(n, n.inputs, WEIGHT[n.op], [narrowed])]
             continue
         parts, turned = _parts(weight, SCHEMES[store], options, constants)
-        weights |= {w.name: w for w in parts}
-        replaced[n] = _quantized(n, parts, SCHEMES[store], turned, graph, rows)
+        shift = _shift(weight, options, constants) if n.op != "embedding" else None
+        weights |= {w.name: w for w in (*parts, *([shift] if shift else ()))}
+        replaced[n] = _quantized(n, parts, SCHEMES[store], turned, shift, graph, rows)
     return graph.rewrite(dict(replaced), add_weights=weights.values(), add_constants=constants), len(replaced)
 
 
@@ -64,14 +67,24 @@ def _parts(weight: Weight, row: Scheme, options: Options, constants: dict[str, n
     return made, turned
 
 
+def _shift(weight: Weight, options: Options, constants: dict[str, np.ndarray]) -> Weight | None:
+    """What calibration found that rows lose before they are rounded; the same vector is one weight."""
+    shift = options.choices.shifts.get(weight.name)
+    if shift is None:
+        return None
+    recipe, found = constant(shift)
+    constants |= found
+    return Weight(Value(f"shift.{recipe.get('digest')}", infer(recipe)), recipe)
+
+
 def _quantized(
-    n: Node, parts: list[Weight], row: Scheme, turned: int, graph: Graph, rows: dict[tuple[str, str, int], Node]
+    n: Node, parts: list[Weight], row: Scheme, turned: int, shift: Weight | None, graph: Graph, rows: "_Rows"
 ) -> list[Node]:
     """The product over the parts, behind the rounding of its rows if that stands nowhere yet."""
     before: list[Node] = []
     inputs = n.inputs
     if row.act and n.op != "embedding":
-        key = (inputs[0], row.act, turned)
+        key = (inputs[0], row.act, turned, shift)
         if key not in rows:
             rows[key] = _rounding(*key, n, graph)
             before.append(rows[key])
@@ -87,12 +100,13 @@ def _over(n: Node, inputs: tuple[str, ...], at: int, weights: list[Weight]) -> N
     return replace(n, inputs=(*inputs[:at], *names, *inputs[at + 1 :]), attrs=attrs)
 
 
-def _rounding(name: str, dtype: str, turned: int, reader: Node, graph: Graph) -> Node:
+def _rounding(name: str, dtype: str, turned: int, shift: Weight | None, reader: Node, graph: Graph) -> Node:
     attrs = (("dtype", dtype), *((("hadamard", turned),) if turned > 1 else ()))
-    types = OPS["quantize_rows"].infer(dict(attrs), [graph.types[name]])
-    stem = f"{name}.{dtype}" + (f".h{turned}" if turned > 1 else "")
+    shifts = [] if shift is None else [shift.value]
+    types = OPS["quantize_rows"].infer(dict(attrs), [graph.types[name], *(v.type for v in shifts)])
+    stem = f"{name}.{dtype}" + (f".h{turned}" if turned > 1 else "") + "".join(f".{v.name}" for v in shifts)
     outputs = tuple(Value(f"{stem}{tail}", t) for tail, t in zip(("", ".s"), types, strict=True))
-    return Node("quantize_rows", (name,), outputs, attrs, reader.loc)
+    return Node("quantize_rows", (name, *(v.name for v in shifts)), outputs, attrs, reader.loc)
 
 
 def narrow(recipe: Recipe, dtype: str) -> Recipe:

@@ -19,6 +19,8 @@ CASES = [
     quantize("i8", "T", 576, hadamard=64),
     quantize("i8", "T", 3, 50, layout="strides:200,64", hadamard=2),
     *(quantize("i8", "T", 16 * h + 8 * h, hadamard=h) for h in (4, 8, 128)),
+    case("quantize_rows", f32("T", 37), f32(37), dtype="f8e4m3"),
+    case("quantize_rows", f32("T", 3, 50, layout="strides:200,64"), f32(50), dtype="i8", hadamard=2),
 ]
 
 
@@ -34,10 +36,10 @@ def rows_of(c: Case, rows: int) -> np.ndarray:
 
 @pytest.mark.parametrize("c", CASES, ids=str)
 def test_the_bits_of_the_reference(library: Library, c: Case) -> None:
-    x = rows_of(c, 40)
-    want = OPS[c.op].ref(dict(c.attrs), [x], c.types)
+    x, shift = rows_of(c, 40), [random(*(int(d) for d in t.shape)) for t in c.types[1:]]
+    want = OPS[c.op].ref(dict(c.attrs), [x, *shift], c.types)
     for rows, threads in ((40, 1), (40, 3), (1, 2), (7, 9)):
-        got = library.run(c, [x[:rows]], rows, threads=threads)
+        got = library.run(c, [x[:rows], *shift], rows, threads=threads)
         for part, g, w in zip(("codes", "scales"), got, want, strict=True):
             assert_same_bits(g, w[:rows], f"{c}, {part}, {rows} rows, {threads} threads")
 

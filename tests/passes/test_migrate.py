@@ -171,6 +171,7 @@ def test_a_product_gains_its_offset_where_its_weight_is_clipped(biased: bool) ->
     none = migrate(graph, options(choices=Choices(offsets={"y": offset})))[0]
     assert none == graph
     after, _ = migrate(graph, options(choices=Choices(clips={"w": offset}, offsets={"y": offset})))
+    assert migrate(graph, options(choices=Choices(shifts={"w": offset}, offsets={"y": offset})))[0] == after
     weights = {w.name: evaluate(w.recipe, arrays.__getitem__, after.constants) for w in after.weights}
     got, want = (run(g, {"x": arrays["x"]}, w)["y"] for g, w in ((after, weights), (graph, arrays)))
     np.testing.assert_allclose(got, want + offset, rtol=1e-5, atol=1e-5)

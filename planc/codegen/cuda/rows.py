@@ -119,13 +119,15 @@ def _norm(site: Site) -> tuple[Call, ...]:
 def _quantize_rows(site: Site) -> tuple[Call, ...]:
     dtype, size = str(site.node.attr("dtype")), int(site.number("hadamard", 1))
     p = _Vectors(site, {"X": 0}, _power(_width(site)))
-    before = ()
+    before: tuple[Call, ...] = ()
     if size > 1:
         before = (_rotate(site, size),)
         p.scratch("x_ptr", _TURNED)
+        p.input("shift_ptr", None)
         p.constants |= {"EXTENT": (), "INNER": 1, "X": (_width(site),)}
     else:
         p.input("x_ptr", 0)
+        p.input("shift_ptr", _shift(site))
     p.output("codes_ptr")
     p.output("scales_ptr", 1)
     p.bucket("vectors", p.count)
@@ -139,11 +141,17 @@ def _rotate(site: Site, size: int) -> Call:
     columns = min(_power(count), max(1, _TURN // size))
     p = _Vectors(site, {"X": 0}, size * columns)
     p.input("x_ptr", 0)
+    p.input("shift_ptr", _shift(site))
     p.scratch("turned_ptr", _TURNED)
     p.constants |= {"SIZE": size, "STAGES": size.bit_length() - 1, "COUNT": count, "COLUMNS": columns}
     p.constants |= {"SCALE": float(hadamard.scale(size)), "WORDS": tuple(map(_signed, hadamard.WORDS))}
     call = p.call("quantize", "rotate", (p.count, cdiv(count, columns), 1), vector_warps(size * columns))
     return replace(call, reads=site.node.inputs, writes=(_TURNED,), scratch={_TURNED: 4 * p.count * _width(site)})
+
+
+def _shift(site: Site) -> int | None:
+    """Which input is taken from the rows."""
+    return 1 if len(site.inputs) > 1 else None
 
 
 def _signed(word: int) -> int:

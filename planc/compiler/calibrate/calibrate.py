@@ -104,7 +104,9 @@ class _Work:
         self._scales: dict[str, np.ndarray] = {}
         self._clips: dict[str, np.ndarray] = {}
         self._offsets: dict[str, np.ndarray] = {}
-        self.unscaled = tuple(n.loc or n.out.name for n in wanted if n.out.name not in self._site_of)
+        self._shifts: dict[str, np.ndarray] = {}
+        scalable = [n for n in wanted if search.scales_help(n)]
+        self.unscaled = tuple(n.loc or n.out.name for n in scalable if n.out.name not in self._site_of)
 
     def see(self, n: Node, x: np.ndarray) -> None:
         """Takes the input of a product for one window."""
@@ -130,7 +132,7 @@ class _Work:
             if found is not None:
                 self._scales[site.name] = found
         for n in ready:
-            self._clip(n, stats)
+            self._round(n, stats)
             del self._waiting[n.out.name]
             bar(1)
         still = {search.key(n) for n in self._waiting.values()}
@@ -140,18 +142,19 @@ class _Work:
         """The scales, and the ranges and offsets as they are once makers have taken 1 / s."""
         clips, offsets = dict(self._clips), dict(self._offsets)
         for site in self._sites:
-            name = weight_of(site.maker) if site.rows is not None else ""
-            if name in clips and site.name in self._scales:
-                factor, out = rows_factor(site, self._scales[site.name], clips[name].shape[-1]), site.maker.out.name
-                clips[name] = clips[name] * factor
-                offsets |= {out: offsets[out] * factor} if out in offsets else {}
-        return Choices(self._scales, clips, offsets)
+            if site.rows is None or site.name not in self._scales:
+                continue
+            name, out = weight_of(site.maker), site.maker.out.name
+            factor = rows_factor(site, self._scales[site.name], int(site.maker.out.type.shape[-1]))
+            for found, key in ((clips, name), (offsets, out)):
+                found |= {key: found[key] * factor} if key in found else {}
+        return Choices(self._scales, clips, offsets, self._shifts)
 
     def _open(self, site: Site, closed: Sequence[Node]) -> bool:
         """Whether a scale would help a reader, and no weight that must stay would change."""
         if site.maker in closed or any(r.node in closed for r in site.readers):
             return False
-        return any(r.node.out.name in self._waiting for r in site.readers)
+        return any(r.node.out.name in self._waiting and search.scales_help(r.node) for r in site.readers)
 
     def _complete(self, name: str) -> bool:
         """Whether all products were seen that read the same site as this one."""
@@ -159,15 +162,18 @@ class _Work:
         mine = [r.node.out.name for r in site.readers] if site else []
         return all(r in self._seen for r in mine if r in self._waiting)
 
-    def _clip(self, n: Node, stats: dict[Key, Stats]) -> None:
+    def _round(self, n: Node, stats: dict[Key, Stats]) -> None:
         site, units = self._site_of.get(n.out.name, _NONE)
         inputs = stats[search.key(n)]
         s = self._scales.get(site.name) if site else None
-        found = search.clips(n, inputs, self.weights, np.ones_like(inputs.mean) if s is None else s[units])
-        if found is not None:
-            self._clips[weight_of(n)], offset = found
-            if offset.any():
-                self._offsets[n.out.name] = offset
+        factor = np.ones_like(inputs.mean) if s is None else s[units]
+        name = weight_of(n)
+        for choose, kept in ((search.clips, self._clips), (search.shift, self._shifts)):
+            if (found := choose(n, inputs, self.weights, factor)) is not None:
+                kept[name], offset = found
+                self._offsets |= {n.out.name: offset} if offset.any() else {}
+        bounds = search.ranges(n, inputs, self.weights, factor, self._shifts.get(name))
+        self._clips |= {} if bounds is None else {name: bounds}
 
 
 _NONE: tuple[Site | None, np.ndarray] = (None, np.empty(0, int))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planc.compiler.calibrate import awq, smooth
+from planc.compiler.calibrate import awq, float8, smooth
 from planc.compiler.calibrate.run import Weights
 from planc.compiler.calibrate.stats import Stats
 from planc.compiler.ir.graph import Node
@@ -19,6 +19,7 @@ from planc.passes.sites import Reader, Site, weight_of
 
 ROWS = 512  # rows of a weight that judge scales
 STACK = 4  # matrices of a stack that do
+WORTH = 0.95  # of the energy: a shift is kept that leaves less
 BETTER = 0.98  # scales are kept that lower the error by more than what chance may
 Key = tuple[str, Scheme | None]
 
@@ -47,7 +48,13 @@ def scheme_of(n: Node) -> Scheme | None:
 def profiting(name: str) -> Scheme | None:
     """The scheme of a storage's name, when calibration can help it."""
     row = SCHEMES.get(name)
-    return row if row and (row.zeros or row.act == "i8") else None
+    return row if row and (row.zeros or row.act) else None
+
+
+def scales_help(n: Node) -> bool:
+    """Whether codes of a product's scheme lie at equal steps, so that it matters which features share a scale."""
+    row = scheme_of(n)
+    return row is not None and not row.is_float
 
 
 def key(n: Node) -> Key:
@@ -69,7 +76,7 @@ def scales(site: Site, stats: Mapping[Key, Stats], weights: Weights) -> np.ndarr
 
 def _products(reader: Reader, stats: Mapping[Key, Stats], weights: Weights) -> Iterator[_Product]:
     row = scheme_of(reader.node)
-    if row is None:
+    if row is None or not scales_help(reader.node):
         return
     for w in weights.matrices(weight_of(reader.node), STACK):
         at = np.unique(np.linspace(0, len(w) - 1, min(ROWS, len(w))).astype(int))
@@ -108,5 +115,40 @@ def clips(n: Node, stats: Stats, weights: Weights, s: np.ndarray) -> tuple[np.nd
     gram = awq.scaled_gram(stats, s)
     made = [awq.clips(w * s, gram, stats.mean / s, row) for w in weights.matrices(weight_of(n))]
     kept, lost = (np.stack(parts) for parts in zip(*made, strict=True))
-    stacked = len(weights.graph.types[weight_of(n)].shape) > 2
-    return (kept, lost) if stacked else (kept[0], lost[0])
+    return (kept, lost) if _stacked(n, weights) else (kept[0], lost[0])
+
+
+def shift(n: Node, stats: Stats, weights: Weights, s: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """For a scheme whose activations are floats: the mean of x / s, f32[K], which rows lose before they are rounded,
+    and what the results gain for it, f32[.., N]. None where that leaves nearly as much to round.
+
+    A float's rounding error is a share of what is rounded, and what the mean gives is exact.
+    """
+    if scales_help(n):
+        return None
+    squares, offsets = np.zeros(len(stats.mean)), []
+    for w in weights.matrices(weight_of(n)):
+        squares += np.square(w, dtype=np.float64).sum(axis=0)
+        offsets.append(w.astype(np.float64) @ stats.mean.astype(np.float64))
+    if (squares * (stats.power - np.square(stats.mean))).sum() > WORTH * (squares * stats.power).sum():
+        return None
+    made = np.asarray(offsets, np.float32)
+    return stats.mean / s, made if _stacked(n, weights) else made[0]
+
+
+def ranges(n: Node, stats: Stats, weights: Weights, s: np.ndarray, mean: np.ndarray | None) -> np.ndarray | None:
+    """What the largest code of each channel stands for, f32[.., N], in a scheme whose codes are floats with a scale a
+    channel, when rows lose `mean` before they are rounded; None for another.
+    """
+    row = scheme_of(n)
+    if row is None or not row.is_float or row.group is not None:
+        return None
+    assert stats.sample is not None, "an input of a scheme that rounds activations has a sample"
+    rows = stats.sample / s
+    rows = rows if mean is None else rows - mean
+    made = [float8.ranges(w * s, rows, row.limit) for w in weights.matrices(weight_of(n))]
+    return np.stack(made) if _stacked(n, weights) else made[0]
+
+
+def _stacked(n: Node, weights: Weights) -> bool:
+    return len(weights.graph.types[weight_of(n)].shape) > 2

@@ -22,8 +22,9 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Stats:
-    """Of inputs x: `size` and `peak`, the mean and the largest |x|, and `mean`, f32[K]. Besides, as the scheme needs:
-    `gram` f32[K/g, g, g], how features vary together within a group, or `sample` f32[<= SAMPLE, K], some of the rows.
+    """Of inputs x: `size` and `peak`, the mean and the largest |x|, `mean` and `power`, the mean of squares,
+    f32[K]. Besides, as the scheme needs: `gram` f32[K/g, g, g], how features vary together within a group, or `sample`
+    f32[<= SAMPLE, K], some of the rows.
 
     The features of x[T, slots, K] mean something else in each slot: their mean is taken as 0.
     """
@@ -31,6 +32,7 @@ class Stats:
     size: np.ndarray
     peak: np.ndarray
     mean: np.ndarray
+    power: np.ndarray
     gram: np.ndarray | None
     sample: np.ndarray | None
 
@@ -39,7 +41,7 @@ class Collector:
     """Sums over the rows of one input, window by window."""
 
     def __init__(self, features: int, windows: int, row: Scheme) -> None:
-        self._size, self._sum = np.zeros(features), np.zeros(features)
+        self._size, self._sum, self._squares = np.zeros(features), np.zeros(features), np.zeros(features)
         self._peak = np.zeros(features, np.float32)
         self._count, self._slots = 0, False
         self._each = -(-SAMPLE // windows)
@@ -54,6 +56,7 @@ class Collector:
         sizes = np.abs(rows)
         self._size += sizes.sum(axis=0, dtype=np.float64)
         self._sum += rows.sum(axis=0, dtype=np.float64)
+        self._squares += np.square(rows).sum(axis=0, dtype=np.float64)
         self._peak = np.maximum(self._peak, sizes.max(axis=0, initial=0))
         self._count += len(rows)
         if self._rows is not None:
@@ -69,7 +72,8 @@ class Collector:
         mean = self._sum / self._count * (not self._slots)
         sample = None if self._rows is None else np.concatenate(self._rows)[:SAMPLE]
         gram = None if self._gram is None else self._centred(self._gram / self._count, mean)
-        return Stats(rounded(self._size / self._count), rounded(self._peak), rounded(mean), gram, sample)
+        power = rounded(self._squares / self._count)
+        return Stats(rounded(self._size / self._count), rounded(self._peak), rounded(mean), power, gram, sample)
 
     @staticmethod
     def _centred(gram: np.ndarray, mean: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planc.plans import store
+from planc.runtime.choice import Choice, Outcome
 from planc.runtime.cpu import CpuExecutor
 from planc.runtime.engine import Engine
 from planc.runtime.goldens import Scorer
@@ -25,9 +26,10 @@ class Recorder(Engine):
         super().__init__(*args, **kwargs)
         self.rows: dict[int, dict[int, Rows]] = {}
 
-    def _accept(self, seq: Sequence, logits: Rows, now: float) -> None:
-        self.rows.setdefault(seq.id, {})[len(seq.tokens)] = logits.copy()
-        super()._accept(seq, logits, now)
+    def _accept(self, seq: Sequence, outcome: Outcome, now: float) -> None:
+        assert not isinstance(outcome, Choice), "an executor on the CPU gives logits"
+        self.rows.setdefault(seq.id, {})[len(seq.tokens)] = outcome.copy()
+        super()._accept(seq, outcome, now)
 
 
 @dataclass(frozen=True)

@@ -76,10 +76,16 @@ def check_rows(attrs: Attrs, given: Operands[TensorType]) -> None:
 
 
 def rows_types(attrs: Attrs, types: Types) -> Out:
-    """quantize_rows: x f32[.., K] gives codes[.., K] and scales f32[..]; `hadamard` is the block in which rows turn."""
-    (x,) = types
+    """quantize_rows: x f32[.., K], maybe a shift f32[K] that is taken from each row, give codes[.., K] and scales
+    f32[..]; `hadamard` is the block in which rows turn.
+    """
+    x, *shift = types
     if x.dtype != "f32" or len(x.shape) < 2:
         raise ValueError(f"quantize_rows: x must be f32 with rows, got {x}")
+    if [(t.dtype, t.shape) for t in shift] not in ([], [("f32", x.shape[-1:])]):
+        raise ValueError(
+            f"quantize_rows: rows of {x} take a shift f32[{x.shape[-1]}], got {', '.join(map(str, shift))}"
+        )
     if attrs["dtype"] not in ("i8", "f8e4m3"):
         raise ValueError(f"quantize_rows: rows are rounded to i8 or f8e4m3, not {attrs['dtype']}")
     size = attrs.get("hadamard", 1)

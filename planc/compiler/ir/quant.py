@@ -49,6 +49,11 @@ class Scheme:
         return ("q", "s", "z") if self.zeros else ("q", "s")
 
     @property
+    def is_float(self) -> bool:
+        """Whether codes are floats, each rounded to a share of itself."""
+        return self.codes.startswith("f8")
+
+    @property
     def limit(self) -> int:
         """The largest code."""
         return int(LIMITS[self.codes])
@@ -72,7 +77,8 @@ class Scheme:
     def part(self, w: np.ndarray, part: str, clip: np.ndarray | None = None, hadamard: int = 1) -> np.ndarray:
         """The array of `part`; ValueError when the weight holds NaN or infinity.
 
-        `clip`, of the shape of the scales, bounds |w| before its range is found. The weight turns along K in blocks of
+        `clip`, of the shape of the scales, bounds |w| before its range is found; of codes that are floats it is the
+        range, and may be wider than the weight. The weight turns along K in blocks of
         `hadamard` first, as the rows do that it multiplies.
         """
         if self.read_only:
@@ -126,7 +132,7 @@ class Scheme:
         if not (np.isfinite(low).all() and np.isfinite(high).all()):
             raise ValueError(f"scheme {self.name}: the weight holds NaN or infinity, nothing to scale by")
         if clip is not None:
-            low, high = np.maximum(low, -clip), np.minimum(high, clip)
+            low, high = (-clip, clip) if self.is_float else (np.maximum(low, -clip), np.minimum(high, clip))
         if self.zeros:
             s = np.asarray((high - low) / np.float32(self.limit), np.float32)
             return s, np.rint(-low / _divisor(s))
@@ -204,11 +210,13 @@ def fitted(name: str, k: int) -> str:
     return f"{base}-g{sizes[0]}"
 
 
-def quantize_rows(x: np.ndarray, dtype: str, hadamard: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def quantize_rows(
+    x: np.ndarray, dtype: str, hadamard: int = 1, shift: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Codes [.., K] and scales f32 [..] of activations: each row by its own largest magnitude, a zero row by 0, after
-    it has turned in blocks of `hadamard`.
+    `shift` [K] was taken from it and it has turned in blocks of `hadamard`.
     """
-    x = rotate(x, hadamard)
+    x = rotate(x if shift is None else x - shift, hadamard)
     limit = np.float32(LIMITS[dtype])
     scale = np.asarray(np.abs(x).max(axis=-1) / limit, np.float32)
     ratio = np.clip(x / _divisor(scale)[..., None], -limit, limit)

@@ -156,7 +156,7 @@ def evaluate(
         return pack(args.pop(), str(attrs["layout"]))
     if recipe.op == "quantize":
         w, clip = args.pop(0), args.pop() if args else None
-        turned = int(attrs.get("hadamard", 1))  # type: ignore[call-overload]
+        turned = int(attrs.get("hadamard", 1))  # type: ignore[arg-type]
         return scheme(str(attrs["scheme"])).part(w, str(attrs["part"]), clip, turned)
     types = [infer(r) for r in recipe.inputs]
     return OPS[recipe.op].ref(attrs, args, types)[0]

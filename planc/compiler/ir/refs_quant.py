@@ -13,7 +13,8 @@ from planc.compiler.ir.types import TensorType
 
 def quantize_rows(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
     """Codes and scales of the rows of x; see planc.compiler.ir.quant.quantize_rows."""
-    return rounded(args[0], str(attrs["dtype"]), int(attrs.get("hadamard", 1)))  # type: ignore[call-overload]
+    size = int(attrs.get("hadamard", 1))  # type: ignore[arg-type]
+    return rounded(args[0], str(attrs["dtype"]), size, *args[1:])
 
 
 def qembedding(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:

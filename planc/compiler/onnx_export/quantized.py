@@ -18,7 +18,7 @@ Take = Callable[[str], str]
 
 def quantize_rows(e: Emitter, n: Node) -> Sequence[str]:
     """Rows over their largest magnitude, rounded to even, once they have turned; a row of zeros stays."""
-    x, dtype = _rotated(e, n), str(n.attr("dtype"))
+    x, dtype = _turned(e, n), str(n.attr("dtype"))
     limit = e.const(float(LIMITS[dtype]))
     scale = e.op("Div", e.op("ReduceMax", e.op("Abs", x), e.ints(-1), keepdims=1), limit)
     safe = e.op("Where", e.op("Equal", scale, e.const(0.0)), e.const(1.0), scale)
@@ -27,10 +27,12 @@ def quantize_rows(e: Emitter, n: Node) -> Sequence[str]:
     return e.cast(codes, dtype), e.op("Squeeze", scale, e.ints(-1))
 
 
-def _rotated(e: Emitter, n: Node) -> str:
-    """The rows times a Hadamard matrix, block by block, where the node wants that."""
+def _turned(e: Emitter, n: Node) -> str:
+    """The rows less their shift and times a Hadamard matrix, block by block, where the node wants that."""
     size, shape = int(n.attr("hadamard", 1)), e.type(n.inputs[0]).shape  # type: ignore[arg-type]
     x = e.value(n.inputs[0])
+    if len(n.inputs) > 1:
+        x = e.op("Sub", x, e.value(n.inputs[1]))
     if size == 1:
         return x
     matrix = hadamard.rotate(np.eye(size, dtype=np.float32), size).T

@@ -129,6 +129,14 @@ def test_rows_turn_before_they_are_rounded(shape: tuple[int, ...], size: int) ->
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize(("dtype", "attrs"), [("f8e4m3", {}), ("i8", {"hadamard": 4})])
+def test_rows_lose_their_shift_before_they_are_rounded(dtype: str, attrs: dict[str, int]) -> None:
+    c = case("quantize_rows", f32("T", 3, 100), f32(100), dtype=dtype, **attrs)
+    given = [random(5, 3, 100), random(100, seed=1, scale=9)]
+    for got, want in zip(run(c, given, 90), reference(c, given), strict=True):
+        np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+
+
 def test_rows_to_8_bits_of_a_view() -> None:
     c = case("quantize_rows", VIEW, dtype="i8")
     x = random(5, 3, 19)

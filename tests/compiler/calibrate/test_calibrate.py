@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from planc.compiler.calibrate import Calibration, CalibrationText, calibrate
+from planc.compiler.ir.hadamard import block
 from planc.compiler.ir.interp import execute, weights_of
 from planc.compiler.ir.quant import quantize_rows, scheme
 from planc.compiler.progress import Progress
@@ -61,34 +62,41 @@ def errors(model: Lifted, given: Options, choices: Choices) -> list[float]:
         execute(n, env, graph)
         if n.op == "linear" and str(n.attr("store")) == given.dtype:
             clip = choices.clips.get(weight_of(n))
-            got = rounded(env[n.inputs[0]], weights[weight_of(n)], clip, given.dtype)
+            shift = choices.shifts.get(weight_of(n))
+            got = rounded(env[n.inputs[0]], weights[weight_of(n)], clip, shift, given.dtype)
             got += weights[n.inputs[2]] if n.attr("bias", False) else 0
             want = env[n.out.name] - choices.offsets.get(n.out.name, np.float32(0))
-            found.append(float(np.square(got - want).sum() / np.square(want).sum()))
+            found.append(float(np.square(got - want).sum() / np.square(env[n.out.name]).sum()))
     return found
 
 
-def rounded(x: np.ndarray, w: np.ndarray, clip: np.ndarray | None, name: str) -> np.ndarray:
+def rounded(x: np.ndarray, w: np.ndarray, clip: np.ndarray | None, shift: np.ndarray | None, name: str) -> np.ndarray:
     """x @ w.T as the scheme computes it."""
     row = scheme(name)
+    size = block(w.shape[1]) if row.turns else 1
     if row.act:
-        codes, scale = quantize_rows(x, row.act)
+        codes, scale = quantize_rows(x, row.act, size, shift)
         x = codes * scale[:, None]
-    return np.asarray(x @ row.dequantize(*(row.part(w, p, clip) for p in row.parts)).T)
+    return np.asarray(x @ row.dequantize(*(row.part(w, p, clip, size) for p in row.parts)).T)
 
 
-@pytest.mark.parametrize(("arch", "name"), [("llama", "awq-g32"), ("gemma3_text", "awq-g32"), ("qwen2", "int8")])
+CASES = [("llama", "awq-g32"), ("gemma3_text", "awq-g32"), ("qwen2", "int8"), ("llama", "fp8"), ("gpt2", "fp8-block")]
+
+
+@pytest.mark.parametrize(("arch", "name"), CASES)
 def test_products_lose_less_and_choices_are_the_same_again(arch: str, name: str, tmp_path: Path) -> None:
     given = options(dtype=name)
     model = prepared(tmp_path, arch, given)
     found = calibrated(model, given)
     assert found.products == 8
-    assert found.choices.scales
-    assert (bool(found.choices.clips) and bool(found.choices.offsets)) == name.startswith("awq")
+    assert bool(found.choices.scales) == (not name.startswith("fp8"))
+    assert bool(found.choices.clips) == (name.startswith("awq") or name == "fp8")
+    assert bool(found.choices.shifts) == name.startswith("fp8")
+    assert bool(found.choices.offsets) == (name != "int8")
     before, after = errors(model, given, Choices()), errors(model, given, found.choices)
     ratios = np.array(after) / before
     assert ratios.max() < 1.02
-    assert ratios.mean() < 0.75
+    assert ratios.mean() < (0.9 if name == "int8" else 0.75)
     again = calibrated(model, given).choices
     for one, other in zip(vars(found.choices).values(), vars(again).values(), strict=True):
         assert one.keys() == other.keys()

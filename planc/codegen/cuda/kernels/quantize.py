@@ -24,6 +24,7 @@ def _at(vector, EXTENT: tl.constexpr, INNER: tl.constexpr, STRIDE: tl.constexpr)
 @triton.jit
 def quantize_rows(
     x_ptr,
+    shift_ptr,
     codes_ptr,
     scales_ptr,
     vectors,
@@ -36,12 +37,14 @@ def quantize_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Codes up to LIMIT, integers if WHOLE; both outputs are dense."""
+    """Codes up to LIMIT, integers if WHOLE, of vectors less the shift, if there is one; both outputs are dense."""
     vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     there = (vector < vectors)[:, None] & (column < WIDTH)[None, :]
     x = tl.load(x_ptr + _at(vector, EXTENT, INNER, X)[:, None] + column[None, :], mask=there, other=0.0)
     x = x.to(tl.float32)
+    if shift_ptr is not None:
+        x -= tl.load(shift_ptr + column, mask=column < WIDTH, other=0.0)[None, :]
     scale = tl.div_rn(tl.max(tl.abs(x), axis=1), tl.full((ROWS,), LIMIT, tl.float32))
     tl.store(scales_ptr + vector, scale, mask=vector < vectors)
     divisor = tl.where(scale == 0.0, 1.0, scale)
@@ -56,6 +59,7 @@ def quantize_rows(
 @triton.jit
 def rotate(
     x_ptr,
+    shift_ptr,
     turned_ptr,
     SIZE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -67,8 +71,8 @@ def rotate(
     X: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Vectors times a Hadamard matrix, dense: features COUNT apart form a block of SIZE = 2^STAGES, in WORDS the bits of
-    those that are negated first. Additions in the order of planc.compiler.ir.hadamard.
+    """Vectors less the shift, if there is one, times a Hadamard matrix, dense: features COUNT apart form a block of
+    SIZE = 2^STAGES; the bits of WORDS say which of them are negated first. The reference's order of additions.
     """
     vector = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -76,13 +80,14 @@ def rotate(
     at = feature[:, None] * COUNT + column[None, :]
     there = (column < COUNT)[None, :] & (feature >= 0)[:, None]
     x = tl.load(x_ptr + _at(vector, EXTENT, INNER, X) + at, mask=there, other=0.0).to(tl.float32)
+    if shift_ptr is not None:
+        x -= tl.load(shift_ptr + at, mask=there, other=0.0)
     word = tl.full((SIZE,), WORDS[0], tl.int32)
     for i in tl.static_range(1, len(WORDS)):
         word = tl.where(feature // 32 == i, WORDS[i], word)
     x *= (1 - 2 * ((word >> (feature % 32)) & 1)).to(tl.float32)[:, None]
-    for stage in tl.static_range(STAGES):
-        half: tl.constexpr = SIZE >> (stage + 1)
-        pairs = tl.permute(tl.reshape(x, (SIZE // (2 * half), 2, half * COLUMNS)), (0, 2, 1))
+    for stage in tl.static_range(STAGES):  # partners lie SIZE >> stage + 1 apart
+        pairs = tl.permute(tl.reshape(x, (1 << stage, 2, (SIZE >> (stage + 1)) * COLUMNS)), (0, 2, 1))
         a, b = tl.split(pairs)
         x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (SIZE, COLUMNS))
     width: tl.constexpr = SIZE * COUNT

@@ -6,22 +6,28 @@
 
 namespace planc {
 
-// Config: WIDTH (of the last axis), Element (int8_t or F8), and where rows turn before they are rounded: HADAMARD (the
-// size of a block, else 1), SCALE and WORD (the blocks' signs). Codes and scales are dense; Shape has INNER = 1 and the
-// strides reach the start of a row.
+// Config: WIDTH (of the last axis), Element (int8_t or F8); SHIFT, whether a vector is taken from each row; and where rows
+// turn before they are rounded: HADAMARD (the size of a block, else 1), SCALE and WORD (the blocks' signs). Codes and
+// scales are dense; Shape has INNER = 1 and the strides reach the start of a row.
 template <class Config, class Shape, class Out, class X>
-void quantize_rows(int rows, int thread, int threads, const float* x, typename Config::Element* codes, float* scales) {
+void quantize_rows(int rows, int thread, int threads, const float* x, const float* shift, typename Config::Element* codes, float* scales) {
+    constexpr int WIDTH = Config::WIDTH;
+    constexpr bool AS_IT_IS = !Config::SHIFT && Config::HADAMARD == 1;
+    alignas(64) float own[AS_IT_IS ? 1 : WIDTH + LANES];  // compilers see no end of a vector that stops short
     for_each_inner<Shape>(rows, thread, threads, [&](const auto& place) {
         const int64_t at = Out::at(place);
         const float* row = x + X::at(place);
-        if constexpr (Config::HADAMARD > 1) {
-            alignas(64) float turned[Config::WIDTH];
-            rotate<Config::WIDTH, Config::HADAMARD, Config>(row, turned, Config::SCALE);
-            scales[at / Config::WIDTH] = narrow<Config::WIDTH>(turned, codes + at, 1);
-        } else {
-            scales[at / Config::WIDTH] = narrow<Config::WIDTH>(row, codes + at, 1);
+        if constexpr (Config::SHIFT) {
+            for_each_vec(WIDTH, [&](int i, int n) PLANC_INLINED { store_lanes(own + i, load_lanes(row + i, n) - load_lanes(shift + i, n), n); });
+            row = own;
         }
+        if constexpr (Config::HADAMARD > 1) {
+            rotate<WIDTH, Config::HADAMARD, Config>(row, own, Config::SCALE);  // each of its columns is read before it is written
+            row = own;
+        }
+        scales[at / WIDTH] = narrow<WIDTH>(row, codes + at, 1);
     });
+    (void)shift;
 }
 
 }  // namespace planc
