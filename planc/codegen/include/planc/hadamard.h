@@ -31,19 +31,25 @@ PLANC_INLINE void butterflies(Vec* v) {
 }
 }  // namespace detail
 
-// Signs: bit b says that feature b of a block is negated. scale: BLOCK^-1/2.
-template <int WIDTH, int BLOCK, class Signs>
-PLANC_INLINE void rotate(const float* x, float* y, float scale) {
-    constexpr int COUNT = WIDTH / BLOCK;
-    for_each_vec(COUNT, [&](int i, int n) PLANC_INLINED {
+// Config: WIDTH and HADAMARD (= BLOCK), SHIFT (whether `shift` is taken from x first), SCALE (BLOCK^-1/2) and WORD, whose
+// bit b says that feature b of a block is negated. y has room for LANES more, which are written, too: all vectors are
+// whole, and what one spills over those behind it, later ones put right.
+template <class Config>
+PLANC_INLINE void rotate(const float* x, const float* shift, float* y) {
+    constexpr int BLOCK = Config::HADAMARD, COUNT = Config::WIDTH / BLOCK, WHOLE = COUNT / LANES * LANES;
+    const auto columns = [&](int i) PLANC_INLINED {
         Vec v[BLOCK];
         for (int b = 0; b < BLOCK; ++b) {
-            const bool negated = (Signs::WORD[b / 32] >> (b % 32)) & 1;
-            v[b] = load_lanes(x + b * COUNT + i, n) * splat(negated ? -1.0f : 1.0f);
+            const int at = b * COUNT + i, n = Config::WIDTH - at < LANES ? Config::WIDTH - at : LANES;
+            Vec row = load_lanes(x + at, n);
+            if constexpr (Config::SHIFT) row = row - load_lanes(shift + at, n);
+            v[b] = row * splat((Config::WORD[b / 32] >> (b % 32)) & 1 ? -1.0f : 1.0f);
         }
         detail::butterflies<BLOCK / 2, BLOCK>(v);
-        for (int b = 0; b < BLOCK; ++b) store_lanes(y + b * COUNT + i, v[b] * splat(scale), n);
-    });
+        for (int b = 0; b < BLOCK; ++b) store(y + b * COUNT + i, v[b] * splat(Config::SCALE));
+    };
+    if constexpr (WHOLE < COUNT) columns(WHOLE);
+    for (int i = 0; i < WHOLE; i += LANES) columns(i);
 }
 
 }  // namespace planc

@@ -93,10 +93,13 @@ PLANC_INLINE float narrow(const float* x, Element* to, int64_t stride) {
             const Vec ratio = min(splat(C::LIMIT), max(splat(-C::LIMIT), load_lanes(x + i, n) / splat(scale)));
             narrow_u16(codes, C::of(ratio) & splat_int(0xff));
         }
-        for (int lane = 0; lane < n; ++lane) {
-            const uint8_t code = uint8_t(codes[lane]);
-            std::memcpy(to + (i + lane) * stride, &code, 1);
+        uint8_t bytes[LANES];
+        for (int lane = 0; lane < LANES; ++lane) bytes[lane] = uint8_t(codes[lane]);
+        if (stride == 1 && n == LANES) {
+            std::memcpy(to + i, bytes, LANES);
+            return;
         }
+        for (int lane = 0; lane < n; ++lane) std::memcpy(to + (i + lane) * stride, bytes + lane, 1);
     });
     return scale;
 }

@@ -13,19 +13,16 @@ template <class Config, class Shape, class Out, class X>
 void quantize_rows(int rows, int thread, int threads, const float* x, const float* shift, typename Config::Element* codes, float* scales) {
     constexpr int WIDTH = Config::WIDTH;
     constexpr bool AS_IT_IS = !Config::SHIFT && Config::HADAMARD == 1;
-    alignas(64) float own[AS_IT_IS ? 1 : WIDTH + LANES];  // compilers see no end of a vector that stops short
+    alignas(64) float own[AS_IT_IS ? 1 : WIDTH + LANES];  // whole vectors reach beyond the end
     for_each_inner<Shape>(rows, thread, threads, [&](const auto& place) {
         const int64_t at = Out::at(place);
         const float* row = x + X::at(place);
-        if constexpr (Config::SHIFT) {
-            for_each_vec(WIDTH, [&](int i, int n) PLANC_INLINED { store_lanes(own + i, load_lanes(row + i, n) - load_lanes(shift + i, n), n); });
-            row = own;
-        }
         if constexpr (Config::HADAMARD > 1) {
-            rotate<WIDTH, Config::HADAMARD, Config>(row, own, Config::SCALE);  // each of its columns is read before it is written
-            row = own;
+            rotate<Config>(row, shift, own);
+        } else if constexpr (Config::SHIFT) {
+            for_each_vec(WIDTH, [&](int i, int n) PLANC_INLINED { store_lanes(own + i, load_lanes(row + i, n) - load_lanes(shift + i, n), n); });
         }
-        scales[at / WIDTH] = narrow<WIDTH>(row, codes + at, 1);
+        scales[at / WIDTH] = narrow<WIDTH>(AS_IT_IS ? row : own, codes + at, 1);
     });
     (void)shift;
 }
