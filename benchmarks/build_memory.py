@@ -1,7 +1,7 @@
 """How much memory does a build need? Builds a generated bf16 folder of the given size; prints peak RSS and seconds.
 
-The bound is 1.5 GB plus the largest tensor in float32, whatever the model's size; 3 GB where the build calibrates, which
-holds the activations of its text.
+The bound is 1.5 GB plus the largest tensor in float32, whatever the model's size; 3 GB where the build calibrates and
+holds activations.
 """
 
 import argparse

@@ -35,7 +35,7 @@ def quantize(graph: Graph, options: Options) -> tuple[Graph, int]:
             weights[narrowed.name] = narrowed
             replaced[n] = [_over(n, n.inputs, WEIGHT[n.op], [narrowed])]
             continue
-        parts, turned = _parts(weight, SCHEMES[store], options, constants)
+        parts, turned = _parts(weight, SCHEMES[store], graph, options, constants)
         shift = _shift(weight, options, constants) if n.op != "embedding" else None
         weights |= {w.name: w for w in (*parts, *([shift] if shift else ()))}
         replaced[n] = _quantized(n, parts, SCHEMES[store], turned, shift, graph, rows)
@@ -47,7 +47,9 @@ def _narrowed(weight: Weight, dtype: str) -> Weight:
     return Weight(Value(f"{weight.name}.{dtype}", infer(recipe)), recipe)
 
 
-def _parts(weight: Weight, row: Scheme, options: Options, constants: dict[str, np.ndarray]) -> tuple[list[Weight], int]:
+def _parts(
+    weight: Weight, row: Scheme, graph: Graph, options: Options, constants: dict[str, np.ndarray]
+) -> tuple[list[Weight], int]:
     """The parts as the checkpoint holds them, or made of its floats; and the blocks in which these turn for that."""
     turned = 1
     native = [native_part(weight.recipe, p, row, options.storage.native) for p in row.parts]
@@ -60,7 +62,8 @@ def _parts(weight: Weight, row: Scheme, options: Options, constants: dict[str, n
             bounds, found = constant(clip)
             given.append(bounds)
             constants |= found
-        turned = block(int(infer(given[0]).shape[-1])) if row.turns else 1
+        if row.turns and all(n.op != "embedding" for n in graph.users[weight.name]):  # which reads rows as they are
+            turned = block(int(infer(given[0]).shape[-1]))
         attrs = {"hadamard": turned} if turned > 1 else {}
         recipes = [step("quantize", *given, scheme=row.name, part=p, **attrs) for p in row.parts]
     made = [Weight(Value(f"{weight.name}.{p}", infer(r)), r) for p, r in zip(row.parts, recipes, strict=True)]

@@ -23,6 +23,11 @@ _STORED = {"u4": "u8"}  # codes of 4 bits are packed, two in a byte
 _MAX_HEADER = 100 << 20  # the format's own limit
 
 
+def stored(dtype: str) -> str:
+    """The dtype of a file's entry that holds a tensor of `dtype`."""
+    return _STORED.get(dtype, dtype)
+
+
 @dataclass(frozen=True)
 class Entry:
     """One tensor of a file: where its bytes are, counted from the start of the file."""
@@ -71,7 +76,7 @@ class Writer:
         at = 0
         for name, dtype, shape, nbytes in tensors:
             header[name] = {
-                "dtype": _NAMES[_STORED.get(dtype, dtype)],
+                "dtype": _NAMES[stored(dtype)],
                 "shape": list(shape),
                 "data_offsets": [at, at + nbytes],
             }

@@ -22,7 +22,14 @@ from tests.lifted import hugging_face, relative_error
 # over latent attention.
 KINDS = ("llama", "gemma2", "gpt2", "llama4_text", "deepseek_v3")
 # Dense; alibi; experts.
-NARROW = (("llama", "bf16"), ("llama", "int8"), ("bloom", "bf16"), ("mixtral", "bf16"), ("mixtral", "int8"))
+NARROW = (
+    ("llama", "bf16"),
+    ("llama", "int8"),
+    ("bloom", "bf16"),
+    ("mixtral", "bf16"),
+    ("mixtral", "int8"),
+    ("llama", "int4-wo"),
+)
 
 
 def exported(plan: Path, out: Path, *flags: str) -> str:
@@ -69,7 +76,8 @@ def test_narrow_weights_and_cache_are_those_of_the_plan(plan, tmp_path: Path, ar
     exported(plan(arch, dtype), out)
     onnx.checker.check_model(out, full_check=True)
     stored = {t.data_type for t in onnx.load(out).graph.initializer}
-    assert (onnx.TensorProto.BFLOAT16 if dtype == "bf16" else onnx.TensorProto.INT8) in stored
+    wanted = {"bf16": onnx.TensorProto.BFLOAT16, "int8": onnx.TensorProto.INT8, "int4-wo": onnx.TensorProto.UINT8}
+    assert wanted[dtype] in stored
     ids = np.random.default_rng(8).integers(4, 300, 75)
     (last,) = run(plan(arch, dtype), [ids.tolist()], max_tokens=1).logits[0]
     assert relative_error(prefill(out, ids)[-1], last) < 1e-3

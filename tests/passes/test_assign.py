@@ -51,6 +51,21 @@ def test_a_scheme_rounds_and_breaks_nothing(name: str, model: Lifted) -> None:
     assert 1e-5 < relative_error(logits(model, graph, IDS, ROWS), want) < ERROR[SCHEMES[name].codes]
 
 
+def test_a_head_that_is_the_embedding_too_does_not_turn(model: Lifted) -> None:
+    """One reads rows of the table as they are, so the other multiplies rows as they are."""
+    quant = QuantConfig("bf16", kinds={"head": "int8", "embedding": "int8"})
+    graph = without_kernels(model.graph, options(dtype="bf16", quant=quant))
+    want = hugging_face(model.path, IDS)[ROWS]
+    assert relative_error(logits(model, graph, IDS, ROWS), want) < ERROR["i8"]
+    turned = {dict(n.attrs).get("hadamard") for n in graph.nodes if n.op == "quantize_rows"}
+    assert (turned == {None}) == any(n.op == "qembedding" for n in graph.nodes if n.inputs[0] in head_parts(graph))
+
+
+def head_parts(graph: Graph) -> set[str]:
+    """What the product that makes the logits reads."""
+    return {i for n in graph.nodes if n.op == "qlinear" and n.out.name in graph.outputs for i in n.inputs}
+
+
 def test_each_kind_gets_its_storage(model: Lifted) -> None:
     found = stores(without_kernels(model.graph, options(dtype="int8")))
     arch = model.path.name.split("-")[0]

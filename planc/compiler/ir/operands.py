@@ -76,8 +76,8 @@ def check_rows(attrs: Attrs, given: Operands[TensorType]) -> None:
 
 
 def rows_types(attrs: Attrs, types: Types) -> Out:
-    """x f32[.., K], maybe a shift f32[K] that is taken from each row, give codes[.., K] and scales f32[..]; `hadamard` is
-    the block in which rows turn.
+    """x f32[.., K], maybe a shift f32[K] that is taken from each row, give codes[.., K] and scales f32[..]; `hadamard`
+    is the block in which rows turn.
     """
     x, *shift = types
     if x.dtype != "f32" or len(x.shape) < 2:

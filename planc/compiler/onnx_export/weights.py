@@ -15,7 +15,7 @@ from planc.compiler.ir.packing import BLOCK, unpack
 from planc.compiler.ir.types import DTYPES, PACKED, PAIRS, TensorType
 from planc.errors import PlancError
 from planc.plans.schema import Plan
-from planc.plans.tensors import read_header
+from planc.plans.tensors import read_header, stored
 
 _PIECE = 32 << 20  # bytes read at a time
 
@@ -30,7 +30,7 @@ class Weights:
             if name not in found:
                 raise PlancError(f"{root} has no weight {name}; build the plan again.")
             path, entry = found[name]
-            if (entry.dtype, entry.nbytes) != (t.dtype, t.nbytes()):
+            if (entry.dtype, entry.nbytes) != (stored(t.dtype), t.nbytes()):
                 raise PlancError(f"{path}: {name} is {entry.dtype} of {entry.nbytes} B, not {t}; build the plan again.")
         self._found = found
 
@@ -62,8 +62,8 @@ def _unpacked(f: BinaryIO, t: TensorType) -> Iterator[np.ndarray]:
     for _ in range(prod(stack)):
         for rows in _split(n, BLOCK * max(1, _PIECE // block)):
             padded = rows if t.layout == PAIRS else -(-rows // BLOCK) * BLOCK
-            stored = _read(f, t.dtype, padded * (block // BLOCK) // t.itemsize)
-            yield unpack(stored, (rows, k), t.layout)
+            packed = _read(f, t.dtype, padded * (block // BLOCK) // t.itemsize)
+            yield unpack(packed, (rows, k), t.layout)
 
 
 def _split(count: int, step: int) -> Iterator[int]:
