@@ -71,7 +71,9 @@ def test_onnxruntime_equals_transformers_and_the_engine(plan, model, tmp_path: P
 
 @pytest.mark.parametrize(("arch", "dtype"), NARROW)
 def test_narrow_weights_and_cache_are_those_of_the_plan(plan, tmp_path: Path, arch: str, dtype: str) -> None:
-    """bfloat16 rounds keys and values: where float32 falls on either side of a half, one step of it is seen."""
+    """bfloat16 rounds keys and values: where float32 falls on either side of a half, one step of it is seen. So it is
+    of 8 bits, of which a step is 1/127: rows turn here by a product, and there by sums in another order.
+    """
     out = tmp_path / "model.onnx"
     exported(plan(arch, dtype), out)
     onnx.checker.check_model(out, full_check=True)
@@ -80,7 +82,7 @@ def test_narrow_weights_and_cache_are_those_of_the_plan(plan, tmp_path: Path, ar
     assert wanted[dtype] in stored
     ids = np.random.default_rng(8).integers(4, 300, 75)
     (last,) = run(plan(arch, dtype), [ids.tolist()], max_tokens=1).logits[0]
-    assert relative_error(prefill(out, ids)[-1], last) < 1e-3
+    assert relative_error(prefill(out, ids)[-1], last) < (1e-2 if dtype == "int8" else 1e-3)
 
 
 def test_exporting_twice_gives_the_same_bytes_and_tells_what_was_written(plan, tmp_path: Path) -> None:

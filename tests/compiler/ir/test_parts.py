@@ -9,7 +9,7 @@ import pytest
 from planc.compiler.ir.parts import part, pieces
 from planc.compiler.ir.recipe import Recipe, cast, evaluate, infer, load, step
 from planc.compiler.ir.shards import of_rank, shard
-from planc.passes.quantize import _lossless, narrow
+from planc.passes.quantize import lossless, narrow
 
 RNG = np.random.default_rng(0)
 EXPERTS, WIDE, DEEP = 6, 64, 8
@@ -130,7 +130,7 @@ def test_casts_stay_at_the_leaves_of_a_stack() -> None:
     assert [r.op for r in wide.steps()][:3] == ["concat", "reshape", "cast"]
     narrowed = narrow(wide, "bf16")
     assert [r.op for r in narrowed.steps()][:4] == ["concat", "reshape", "cast", "cast"]
-    assert all(r.op == "load" for r in _lossless(wide).leaves())
-    assert {r.op for r in _lossless(wide).steps()} == {"concat", "reshape", "load"}
+    assert all(r.op == "load" for r in lossless(wide).leaves())
+    assert {r.op for r in lossless(wide).steps()} == {"concat", "reshape", "load"}
     mixed = step("concat", wide, step("reshape", load("g3", "f32", shape), shape=(1, *shape)), axis=0)
-    assert _lossless(mixed) == mixed
+    assert lossless(mixed) == mixed
