@@ -8,12 +8,15 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 import planc
 from planc.errors import PlancError
+
+if TYPE_CHECKING:
+    from planc.plans.schema import Plan
 
 F = TypeVar("F", bound=Callable[..., Any])
 PLAN = click.Path(path_type=Path)
@@ -63,6 +66,30 @@ def _build_extra(verb: F) -> F:
             raise PlancError(f"building needs {e.name}; install it with: pip install 'planc[build]'") from e
 
     return wrapped  # type: ignore[return-value]
+
+
+def _gate_options(verb: F) -> F:
+    """Gives a verb the options of what a measured plan may lose."""
+    options = (
+        click.option("--max-kl", type=float, help="Most mean KL to the reference, in nats. [default: the scheme's]"),
+        click.option("--max-ppl-increase", metavar="P%", help="Most growth of perplexity. [default: the scheme's]"),
+    )
+    for option in reversed(options):
+        verb = option(verb)
+    return verb
+
+
+def _end_as_an_interrupt_does() -> None:
+    """A termination leaves nothing behind, as an interrupt does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def _tell(out: Path, plan: "Plan") -> None:
+    """What was made, and where."""
+    from planc.plans.show import lines, outcome
+
+    click.echo(f"{out}: {plan.model.name} {plan.options.dtype} for {plan.target}")
+    click.echo("\n".join(lines(outcome(plan))))
 
 
 @main.command()
@@ -120,11 +147,10 @@ def _build_extra(verb: F) -> F:
     metavar="FILE|builtin|none",
     default="builtin",
     show_default=True,
-    help="Text or jsonl that schemes are calibrated with which profit from it (awq, int8).",
+    help="Text or jsonl that schemes are calibrated with which profit from it (awq, int8, fp8).",
 )
 @click.option("--calib-tokens", type=int, default=8192, show_default=True, help="Tokens of it that are run, at most.")
-@click.option("--max-kl", type=float, help="Most mean KL to the reference, in nats. [default: the scheme's]")
-@click.option("--max-ppl-increase", metavar="P%", help="Most growth of perplexity. [default: the scheme's]")
+@_gate_options
 @click.option(
     "--auto-mixed", is_flag=True, help="Where that is exceeded, store the worst modules wider until it is not."
 )
@@ -146,14 +172,12 @@ def build(**flags: Any) -> None:
     """Compile a model into a plan."""
     from planc.compiler.build import BuildRequest, build_each
     from planc.compiler.progress import Progress
-    from planc.plans.show import lines, outcome
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as an interrupt does: with nothing left behind
+    _end_as_an_interrupt_does()
     with Progress() as progress:
         made = build_each(BuildRequest(**flags), progress)
     for out, plan in made.items():
-        click.echo(f"{out}: {plan.model.name} {plan.options.dtype} for {plan.target}")
-        click.echo("\n".join(lines(outcome(plan))))
+        _tell(out, plan)
 
 
 @main.command()
@@ -167,8 +191,7 @@ def build(**flags: Any) -> None:
     show_default=True,
     help="What judges the plan; none skips it, and of a GPU's plan the goldens too.",
 )
-@click.option("--max-kl", type=float, help="Most mean KL to the reference, in nats. [default: the scheme's]")
-@click.option("--max-ppl-increase", metavar="P%", help="Most growth of perplexity. [default: the scheme's]")
+@_gate_options
 @click.option("--revision", help="Branch, tag or commit of a hub id.")
 @click.option("--allow-pickle", is_flag=True, help="Read pickled weights (weights_only) where there are no others.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the model folder's own Python.")
@@ -179,14 +202,12 @@ def pack(**flags: Any) -> None:
     from planc.compiler.pack import PackRequest
     from planc.compiler.pack import pack as add_weights
     from planc.compiler.progress import Progress
-    from planc.plans.show import lines, outcome
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as an interrupt does: with nothing left behind
+    _end_as_an_interrupt_does()
     request = PackRequest(**flags)
     with Progress() as progress:
         plan = add_weights(request, progress)
-    click.echo(f"{request.out or request.plan}: {plan.model.name} {plan.options.dtype} for {plan.target}")
-    click.echo("\n".join(lines(outcome(plan))))
+    _tell(request.out or request.plan, plan)
 
 
 @main.command()
@@ -258,7 +279,7 @@ def export(**flags: Any) -> None:
     from planc.compiler.progress import Progress
     from planc.plans.show import mib
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as an interrupt does: with nothing left behind
+    _end_as_an_interrupt_does()
     request = ExportRequest(**flags)
     with Progress() as progress:
         made = write_onnx(request, progress)

@@ -16,7 +16,7 @@ from planc.compiler.backends import check_tools, generate, kv_of
 from planc.compiler.calibrate import BUILTIN, LEAST, TOKENS, calibrate_model, calibration_text
 from planc.compiler.ir.graph import Graph
 from planc.compiler.ir.text import to_text
-from planc.compiler.measure import judge_of, measure, measure_twin, with_errors
+from planc.compiler.measure import judge_of, measure, measure_twin, measured_as, with_errors
 from planc.compiler.mixed import Attempt, passing
 from planc.compiler.progress import Progress
 from planc.compiler.reference import Judge
@@ -299,10 +299,7 @@ class _Job:
             self._measured[stored] = measure_twin(
                 root, attempt.graph, attempt.plan, self.source, self.judge, options, self.progress
             )
-        found = self._measured[stored]
-        return replace(
-            attempt.plan, goldens=found.goldens, accuracy=found.accuracy, goldens_target=found.goldens_target
-        )
+        return measured_as(attempt.plan, self._measured[stored])
 
 
 def _write(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from planc.plans import launches, store
 from planc.plans.launches import KV, Arg, Binary, LaunchPlan
 from planc.plans.sampling import SAMPLED
 from planc.plans.schema import Plan
+
+if TYPE_CHECKING:
+    from planc.emulator.memory import Memory
 
 _NUMBERS = 64  # integers of a value that points into nothing are below this
 _BLOCKS = 6  # of a grid that are run
@@ -118,20 +122,14 @@ def _launch(
     root: Path, held: LaunchPlan, case: _Case, arrays: Mapping[str, np.ndarray], outs: Mapping[str, np.ndarray]
 ) -> None:
     """Runs the calls in the emulator, each on some of its blocks unless a later one needs all that it writes."""
-    from planc.emulator.machine import Grid, run
     from planc.emulator.memory import Memory
-    from planc.emulator.run import program
 
     memory = Memory(_MEMORY)
     scratch = {n: np.zeros(size, np.uint8) for c in case.calls for n, size in c.scratch.items()}
     places = {n: memory.put(_laid_out(a, case.types.get(n))) for n, a in {**arrays, **outs, **scratch}.items()}
     for call in case.calls:
-        binary = held.binary[call.kernel.name]
-        found = program((root / binary.ptx).read_text())
-        grid = Grid(call.grid, binary.threads, binary.shared)
         blocks = np.arange(prod(call.grid)) if len(case.calls) > 1 else _sample(prod(call.grid))
-        params = parameters(binary, call, places, found.kernel.param_bytes)
-        run(found, grid, params, memory, blocks=blocks)
+        execute(root, held, call, places, memory, blocks)
     for name, array in {**outs, **{n: a for n, a in arrays.items() if n == KV}}.items():
         array[...] = memory.get(places[name], array.shape, array.dtype)
 
@@ -154,8 +152,20 @@ def _laid_out(array: np.ndarray, t: TensorType | None) -> np.ndarray:
     return wide
 
 
-def parameters(binary: Binary, call: Call, places: Mapping[str, int], size: int) -> bytes:
-    """The parameter memory of a call whose buffers lie at `places`."""
+def execute(
+    root: Path, held: LaunchPlan, call: Call, places: Mapping[str, int], memory: "Memory", blocks: np.ndarray
+) -> None:
+    """Runs some blocks of a call whose buffers lie at `places` of the emulator's memory."""
+    from planc.emulator.machine import Grid, run
+    from planc.emulator.run import program
+
+    binary = held.binary[call.kernel.name]
+    found = program((root / binary.ptx).read_text())
+    params = _parameters(binary, call, places, found.kernel.param_bytes)
+    run(found, Grid(call.grid, binary.threads, binary.shared), params, memory, blocks=blocks)
+
+
+def _parameters(binary: Binary, call: Call, places: Mapping[str, int], size: int) -> bytes:
     buffer = bytearray(size)
     for (offset, width), ref in zip(binary.params, call.args, strict=False):
         buffer[offset : offset + width] = launches.pack(*_argument(ref, places))

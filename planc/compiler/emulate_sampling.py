@@ -14,11 +14,9 @@ import numpy as np
 from planc.codegen.cuda.call import Bucket
 from planc.codegen.cuda.lower import sampling
 from planc.compiler.emulate import Verdict
-from planc.compiler.emulate_kernels import parameters
+from planc.compiler.emulate_kernels import execute
 from planc.compiler.ir.graph import Graph
-from planc.emulator.machine import Grid, run
 from planc.emulator.memory import Memory
-from planc.emulator.run import program
 from planc.plans.launches import KV, LaunchPlan
 from planc.plans.sampling import GREEDY, KIND, RECORD, RECORDS, REPETITION, SAMPLED
 from planc.plans.schema import Plan
@@ -59,10 +57,7 @@ def check(root: Path, plan: Plan, graph: Graph, held: LaunchPlan, seed: int) -> 
     scratch = {n: np.zeros(size, np.uint8) for c in made for n, size in c.scratch.items()}
     places = {n: memory.put(a) for n, a in {**arrays, **scratch}.items()}
     for call in made:
-        binary = held.binary[call.kernel.name]
-        found = program((root / binary.ptx).read_text())
-        buffer = parameters(binary, call, places, found.kernel.param_bytes)
-        run(found, Grid(call.grid, binary.threads, binary.shared), buffer, memory, blocks=np.arange(prod(call.grid)))
+        execute(root, held, call, places, memory, np.arange(prod(call.grid)))
     chosen = memory.get(places[SAMPLED], (rows, 2), np.int32)[: len(seqs), 0].tolist()
     wanted = [sample(row, seq, ()) for row, seq in zip(logits, seqs, strict=False)]
     same = sum(a == b for a, b in zip(chosen, wanted, strict=True))

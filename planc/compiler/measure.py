@@ -84,7 +84,12 @@ def measure_twin(
         weights.pack_weights(graph, source, home, options.tp, progress)
         twin = replace(plan, target=str(options.target), program=made.program, memory=made.memory(kv), kv=kv)
         found = measure(home, graph, twin, judge, options, progress)
-    return replace(plan, goldens=found.goldens, accuracy=found.accuracy, goldens_target=found.goldens_target)
+    return measured_as(plan, found)
+
+
+def measured_as(plan: schema.Plan, twin: schema.Plan) -> schema.Plan:
+    """The plan with what was measured of another of the same weights and schemes."""
+    return replace(plan, goldens=twin.goldens, accuracy=twin.accuracy, goldens_target=twin.goldens_target)
 
 
 def with_errors(plan: schema.Plan, graph: Graph, source: ModelSource, ranks: int, progress: Progress) -> schema.Plan:

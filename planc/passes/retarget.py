@@ -10,10 +10,8 @@ from dataclasses import replace
 from planc.compiler.ir.graph import Graph, Node, Weight
 from planc.compiler.ir.types import Attr
 from planc.compiler.ir.verify import verify
-from planc.passes.kv_layout import kv_layout
-from planc.passes.memory import memory
 from planc.passes.options import Options
-from planc.passes.select import select
+from planc.passes.pipeline import PIPELINE
 
 _OF_PAGES = frozenset({"heads", "k_dim", "v_dim", "block", "dtype", "page_bytes"})
 
@@ -21,8 +19,9 @@ _OF_PAGES = frozenset({"heads", "k_dim", "v_dim", "block", "dtype", "page_bytes"
 def retarget(graph: Graph, options: Options) -> Graph:
     """The graph as the pipeline would have planned it for `options.target`."""
     graph = unplanned(graph)
-    for last in (kv_layout, select, memory):
-        graph, _ = last(graph, options)
+    first = [row.name for row in PIPELINE].index("kv_layout")
+    for row in PIPELINE[first:]:
+        graph, _ = row.run(graph, options)
     verify(graph, "retarget")
     return graph
 

@@ -8,7 +8,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from planc.codegen.cuda.call import Call, Constant, Ref, Row, Site, cdiv, i32, kernel, pointer, scratch, value
+from planc.codegen.cuda.call import (
+    Call,
+    Constant,
+    Ref,
+    Row,
+    Site,
+    cdiv,
+    i32,
+    kernel,
+    pointer,
+    power_of_two,
+    scratch,
+    value,
+)
 from planc.compiler.ir.quant import LIMITS
 from planc.compiler.ir.types import DTYPES, TensorType
 from planc.errors import PlancError
@@ -96,12 +109,12 @@ def _tile(cache: _Cache, arch: int) -> _Tile:
 
 def _padded(n: int) -> int:
     """The next power of two, at least what tensor cores take."""
-    return max(16, 1 << (n - 1).bit_length())
+    return max(16, power_of_two(n))
 
 
 def _split_size(stride: int, block: int) -> int:
     """Positions of a split: of a page table this wide, _SPLITS are the most."""
-    return max(_SPLIT, 1 << (cdiv(stride * block, _SPLITS) - 1).bit_length())
+    return max(_SPLIT, power_of_two(cdiv(stride * block, _SPLITS)))
 
 
 class _Attention:

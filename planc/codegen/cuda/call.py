@@ -239,3 +239,8 @@ def i32(number: int) -> Ref:
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is n or more."""
+    return 1 << (n - 1).bit_length()

@@ -10,6 +10,8 @@ the same instruction, on the others any multiple of 16 does.
 
 from dataclasses import dataclass
 
+from planc.codegen.cuda.call import power_of_two
+
 BAND = 8  # tiles of rows that share the weights in the L2 cache
 _WARPGROUP = (90, 100)  # tensor cores take 64 rows at a time
 # Bytes of shared memory that the stages of a tile may take; the arch's limit is higher, layouts are converted there.
@@ -80,7 +82,7 @@ def _channels_first(arch: int, rows: int, bk: int, x_bytes: int, code_bits: int,
 
 def _step(rows: int, least: int, most: int) -> int:
     """The least power of two that holds the rows, within bounds."""
-    return min(max(1 << (rows - 1).bit_length(), least), most)
+    return min(max(power_of_two(rows), least), most)
 
 
 def _stages(arch: int, step_bytes: int) -> int:

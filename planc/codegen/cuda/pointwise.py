@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 
 from planc.codegen.axes import Axes, elementwise, strided
-from planc.codegen.cuda.call import Call, Constant, Row, Site, cdiv, i32, kernel, pointer, value
+from planc.codegen.cuda.call import Call, Constant, Row, Site, cdiv, i32, kernel, pointer, power_of_two, value
 from planc.compiler.ir.fused import Arg, parse
 from planc.compiler.ir.refs import ACTS, BINARY, COMPARE, UNARY
 from planc.compiler.ir.types import TensorType
@@ -34,7 +34,7 @@ def _launch(
     node, out = site.node, site.node.out.name
     extent, sides = _trimmed(axes)
     width = prod(extent)
-    block = min(_TILE, 1 << (width - 1).bit_length())
+    block = min(_TILE, power_of_two(width))
     constants: dict[str, Constant] = {n: None for n in _NAMES[len(sources) :]}
     constants |= {"CODE": tuple(code), "INPUTS": sides[1:], "WIDTH": width, "EXTENT": extent, "OUT": sides[0]}
     constants |= {"ROWS": _TILE // block, "BLOCK": block}

@@ -5,7 +5,20 @@ from dataclasses import replace
 from math import prod
 
 from planc.codegen.axes import outer
-from planc.codegen.cuda.call import Call, Constant, Ref, Row, Site, cdiv, i32, kernel, pointer, scratch, value
+from planc.codegen.cuda.call import (
+    Call,
+    Constant,
+    Ref,
+    Row,
+    Site,
+    cdiv,
+    i32,
+    kernel,
+    pointer,
+    power_of_two,
+    scratch,
+    value,
+)
 from planc.codegen.cuda.dense_tiles import vector_warps
 from planc.compiler.ir import hadamard
 from planc.compiler.ir.quant import LIMITS, scheme
@@ -89,10 +102,6 @@ class _Vectors:
         return Call(made, grid, tuple(self.refs), reads, tuple(v.name for v in node.outputs))
 
 
-def _power(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 def _width(site: Site) -> int:
     return int(site.inputs[0].shape[-1])
 
@@ -102,7 +111,7 @@ def _norm(site: Site) -> tuple[Call, ...]:
     bias = layer and site.flag("bias")
     first = 2 if added else 1
     weight = len(site.inputs) - first - bias == 1
-    p = _Vectors(site, {"X": 0, "ADDED": 1} if added else {"X": 0}, _power(_width(site)))
+    p = _Vectors(site, {"X": 0, "ADDED": 1} if added else {"X": 0}, power_of_two(_width(site)))
     p.input("x_ptr", 0)
     p.input("added_ptr", 1 if added else None)
     p.input("weight_ptr", first if weight else None)
@@ -118,7 +127,7 @@ def _norm(site: Site) -> tuple[Call, ...]:
 
 def _quantize_rows(site: Site) -> tuple[Call, ...]:
     dtype, size = str(site.node.attr("dtype")), int(site.number("hadamard", 1))
-    p = _Vectors(site, {"X": 0}, _power(_width(site)))
+    p = _Vectors(site, {"X": 0}, power_of_two(_width(site)))
     before: tuple[Call, ...] = ()
     if size > 1:
         before = (_rotate(site, size),)
@@ -138,7 +147,7 @@ def _quantize_rows(site: Site) -> tuple[Call, ...]:
 def _rotate(site: Site, size: int) -> Call:
     """Turns the rows, in blocks of `size`, into a scratch buffer: a program has some columns of a vector's blocks."""
     count = _width(site) // size
-    columns = min(_power(count), max(1, _TURN // size))
+    columns = min(power_of_two(count), max(1, _TURN // size))
     p = _Vectors(site, {"X": 0}, size * columns)
     p.input("x_ptr", 0)
     p.input("shift_ptr", _shift(site))
@@ -162,7 +171,7 @@ def _signed(word: int) -> int:
 def _along(site: Site) -> tuple[Call, ...]:
     """Reductions, softmax, running sums, argmax."""
     op = site.node.op
-    p = _Vectors(site, {"X": 0}, min(_STEP, _power(_width(site))))
+    p = _Vectors(site, {"X": 0}, min(_STEP, power_of_two(_width(site))))
     p.input("x_ptr", 0)
     p.output("y_ptr")
     p.bucket("vectors", p.count)
@@ -174,7 +183,7 @@ def _along(site: Site) -> tuple[Call, ...]:
 
 
 def _topk(site: Site) -> tuple[Call, ...]:
-    p = _Vectors(site, {"X": 0}, _power(_width(site)))
+    p = _Vectors(site, {"X": 0}, power_of_two(_width(site)))
     p.input("x_ptr", 0)
     p.output("values_ptr")
     p.output("index_ptr", 1)
@@ -185,7 +194,7 @@ def _topk(site: Site) -> tuple[Call, ...]:
 
 def _gather(site: Site) -> tuple[Call, ...]:
     count = int(site.inputs[1].shape[-1])
-    p = _Vectors(site, {"X": 0, "INDEX": 1}, min(_TILE, _power(count)))
+    p = _Vectors(site, {"X": 0, "INDEX": 1}, min(_TILE, power_of_two(count)))
     p.input("x_ptr", 0)
     p.input("index_ptr", 1)
     p.output("y_ptr")
@@ -197,7 +206,7 @@ def _gather(site: Site) -> tuple[Call, ...]:
 def _scatter(site: Site) -> tuple[Call, ...]:
     source = len(site.inputs) == 3
     sides = {"X": 0, "INDEX": 1} | ({"SOURCE": 2} if source else {})
-    p = _Vectors(site, sides, min(_TILE, _power(_width(site))))
+    p = _Vectors(site, sides, min(_TILE, power_of_two(_width(site))))
     p.input("x_ptr", 0)
     p.input("index_ptr", 1)
     p.input("source_ptr", 2 if source else None)
@@ -223,7 +232,7 @@ def _embedding(site: Site) -> tuple[Call, ...]:
     p.input("ids_ptr", len(site.inputs) - 1)
     p.output("y_ptr")
     offset, group = (float(row.offset), row.group or 0) if row else (0.0, 0)
-    block = min(_TILE, _power(width))
+    block = min(_TILE, power_of_two(width))
     p.constants |= {"FORMAT": form, "OFFSET": offset, "GROUP": group, "COUNT": int(table.shape[0]), "WIDTH": width}
     p.constants["BLOCK"] = block
     grid = (site.bucket.size(site.out.shape[0]), cdiv(width, block), 1)
@@ -232,7 +241,7 @@ def _embedding(site: Site) -> tuple[Call, ...]:
 
 def _take_rows(site: Site) -> tuple[Call, ...]:
     x = site.inputs[0]
-    block = min(_TILE, _power(x.features))
+    block = min(_TILE, power_of_two(x.features))
     p = _Vectors(site, {})
     p.input("x_ptr", 0)
     p.input("index_ptr", 1)
@@ -246,8 +255,8 @@ def _take_rows(site: Site) -> tuple[Call, ...]:
 def _rotary(site: Site) -> tuple[Call, ...]:
     x, half = site.inputs[0], int(site.inputs[1].shape[1])
     heads, width = int(x.shape[1]), int(x.shape[2])
-    pairs = _power(half)
-    lines = min(_power(heads), max(1, _TILE // pairs))
+    pairs = power_of_two(half)
+    lines = min(power_of_two(heads), max(1, _TILE // pairs))
     p = _Vectors(site, {})
     for i, name in enumerate(("x_ptr", "cos_ptr", "sin_ptr", "positions_ptr")):
         p.input(name, i)
@@ -255,14 +264,14 @@ def _rotary(site: Site) -> tuple[Call, ...]:
     p.number("x_row", x.strides()[0])
     p.number("x_head", x.strides()[1])
     p.constants = {"HEADS": heads, "WIDTH": width, "HALF": half, "INTERLEAVED": site.flag("interleaved")}
-    p.constants |= {"LINES": lines, "PAIRS": pairs, "REST": _power(width - 2 * half) if width > 2 * half else 0}
+    p.constants |= {"LINES": lines, "PAIRS": pairs, "REST": power_of_two(width - 2 * half) if width > 2 * half else 0}
     return (p.call("embedding", "rotary", (site.bucket.size(site.out.shape[0]), cdiv(heads, lines), 1), 4),)
 
 
 def _weighted_sum(site: Site) -> tuple[Call, ...]:
     y, w = site.inputs
     width = int(y.shape[2])
-    block = min(_TILE, _power(width))
+    block = min(_TILE, power_of_two(width))
     p = _Vectors(site, {})
     p.input("y_ptr", 0)
     p.input("w_ptr", 1)

@@ -5,7 +5,7 @@ No node of the graph stands for them: tokens are the runtime's matter, which say
 
 from dataclasses import dataclass
 
-from planc.codegen.cuda.call import Bucket, Call, Constant, Ref, cdiv, i32, kernel, scratch, value
+from planc.codegen.cuda.call import Bucket, Call, Constant, Ref, cdiv, i32, kernel, power_of_two, scratch, value
 from planc.plans.launches import KV
 from planc.plans.sampling import RECORD, RECORDS, SAMPLED
 
@@ -58,9 +58,9 @@ class Sampling:
             "RECORD": RECORD,
             "CHUNK": CHUNK,
             "CHUNKS": self._chunks,
-            "CHUNKS_PAD": _power(self._chunks),
+            "CHUNKS_PAD": power_of_two(self._chunks),
             "TOPS": self._tops,
-            "TOPS_PAD": max(_power(self._tops), GROUPS),
+            "TOPS_PAD": max(power_of_two(self._tops), GROUPS),
             "GROUP": GROUP,
             "GROUPS": GROUPS,
             "SCALE": float(2 ** (_SUM_BITS - (self.vocab - 1).bit_length())),
@@ -124,7 +124,3 @@ class Sampling:
             (_LIST, SAMPLED),
             self._scratch(bucket.rows),
         )
-
-
-def _power(n: int) -> int:
-    return 1 << (n - 1).bit_length()
