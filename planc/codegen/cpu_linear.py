@@ -7,7 +7,7 @@ from planc.codegen.axes import outer
 from planc.codegen.kernel import Constant, Design, Row, Types, alias, flag, integer, real
 from planc.compiler.ir import hadamard
 from planc.compiler.ir.graph import Node
-from planc.compiler.ir.operands import Operands, operands
+from planc.compiler.ir.operands import Operands, operands, rounding
 from planc.compiler.ir.quant import Scheme, scheme
 from planc.compiler.ir.types import PACKED, TensorType
 
@@ -170,12 +170,14 @@ def _quantize_rows(node: Node, types: Types) -> Design:
     dtype = str(node.attr("dtype"))
     turned = int(node.attr("hadamard", 1))  # type: ignore[arg-type]
     constants = [alias("Element", _ELEMENTS[dtype], dtype), integer("WIDTH", int(types[0].shape[-1]))]
-    constants += [integer("HADAMARD", turned), flag("SHIFT", len(node.inputs) > 1)]
+    _, shift, outliers = rounding(range(len(types)), types)
+    count = 0 if outliers is None else int(types[outliers].shape[0])
+    constants += [integer("HADAMARD", turned), flag("SHIFT", shift is not None), integer("OUTLIERS", count)]
     if turned > 1:
         words = ", ".join(f"{word:#x}u" for word in hadamard.WORDS)
         constants += [Constant(f"static constexpr uint32_t WORD[{len(hadamard.WORDS)}] = {{{words}}}", "")]
         constants += [replace(real("SCALE", float(hadamard.scale(turned))), tag="")]
-    given = {"extent": axes.extent, "out": axes.out, "x": axes.inputs[0], "shift": 1 if len(node.inputs) > 1 else None}
+    given = {"extent": axes.extent, "out": axes.out, "x": axes.inputs[0], "shift": shift, "outliers": outliers}
     return Design(tuple(constants), given | {"to": len(node.inputs)}, (axes.tag,))
 
 
@@ -201,7 +203,7 @@ def _embedding_row(op: str, table: str) -> Row:
 
 
 _U4_TABLE = "table u4 packed with scales by group, ids i32[T]"
-_ROUND = "x f32[.., K], maybe a shift f32[K], to i8 or f8e4m3, and a scale a row"
+_ROUND = "x f32[.., K], maybe a shift f32[K] and outliers i32[n], to i8 or f8e4m3, and a scale a row"
 
 LINEAR: tuple[Row, ...] = (
     _product_row("linear", "f32", "f32 or bf16", 1),

@@ -262,9 +262,9 @@ class _Job:
             choices, found = calibrate_model(self.lifted, self.source, whole, text, self.progress)
             self = replace(self, calibration=found, choices=choices)
         choices = self.choices or Choices()
-        if options.tp > 1 and (choices.clips or choices.shifts):
+        if options.tp > 1 and (choices.clips or choices.shifts or choices.outliers):
             self.progress.say("ranges that calibration found belong to whole weights: parts of ranks have their own")
-            choices = replace(choices, clips={}, offsets={}, shifts={})
+            choices = choices.of_parts()
         return self, replace(options, choices=choices)
 
     def make(self, root: Path, options: Options, measured: bool) -> Attempt:

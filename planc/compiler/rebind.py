@@ -123,9 +123,9 @@ class _Swap:
 
         A plan that turns weights before it rounds them has no use for codes that did not turn.
         """
-        floats, *clip = recipe.inputs
+        floats, *chosen = recipe.inputs
         wide, row = self._wide(floats), SCHEMES[str(recipe.get("scheme"))]
-        as_held = {name for name, _ in recipe.attrs} == {"scheme", "part"}
+        as_held = {name for name, _ in recipe.attrs} == {"scheme", "part"} and not chosen
         native = {p: native_part(wide, p, row, self._source.native) for p in row.parts} if as_held else {}
         if native and None not in native.values():
             return native[str(recipe.get("part"))]  # type: ignore[return-value]
@@ -135,7 +135,7 @@ class _Swap:
                 f"plan stores {row.name} of it, which would round it twice. Pack the unquantized model, or build a "
                 "plan of this one with --dtype auto."
             )
-        return replace(recipe, inputs=(lossless(wide), *clip))
+        return replace(recipe, inputs=(lossless(wide), *chosen))
 
     def _refused(self, name: str, has: str, wanted: str) -> PlancError:
         return PlancError(

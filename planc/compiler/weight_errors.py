@@ -22,8 +22,8 @@ Constants = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Quantized:
-    """A weight [.., N, K] that the build rounds to a scheme: the recipe of its floats, their bounds, and the blocks in
-    which they turn before (hadamard.py).
+    """A weight [.., N, K] that the build rounds to a scheme: the recipe of its floats, their bounds, the blocks in
+    which they turn before (hadamard.py), and its features that are kept to two digits.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Quantized:
     wide: Recipe
     clip: Recipe | None
     hadamard: int = 1
+    outliers: np.ndarray | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,8 +50,8 @@ class Quantized:
 
     def stored(self, wide: np.ndarray, clip: np.ndarray | None) -> np.ndarray:
         """float32 values of what the plan keeps of some of its floats."""
-        parts = (self.scheme.part(wide, p, clip, self.hadamard) for p in self.scheme.parts)
-        return back(self.scheme.dequantize(*parts), self.hadamard)
+        parts = (self.scheme.part(wide, p, clip, self.hadamard, self.outliers) for p in self.scheme.parts)
+        return back(self.scheme.folded(self.scheme.dequantize(*parts), self.outliers), self.hadamard)
 
 
 def quantized(graph: Graph) -> list[Quantized]:
@@ -60,12 +61,14 @@ def quantized(graph: Graph) -> list[Quantized]:
         recipe = w.recipe.inputs[0] if w.recipe.op == "pack" else w.recipe
         if recipe.op != "quantize" or recipe.get("part") != "q":
             continue
-        wide, *clip = recipe.inputs
+        wide, *rest = recipe.inputs
+        given = {infer(r).dtype: r for r in rest}
+        chosen = graph.constants[str(given["i32"].get("digest"))] if "i32" in given else None
         kinds = [_KINDS[n.op] for n in graph.users[w.name] if n.op in _KINDS]
         kind = next((k for k in kinds if k != "embedding"), "embedding")
         turned = int(dict(recipe.attrs).get("hadamard", 1))  # type: ignore[arg-type]
         row = SCHEMES[str(recipe.get("scheme"))]
-        found.append(Quantized(w.name, kind, row, wide, clip[0] if clip else None, turned))
+        found.append(Quantized(w.name, kind, row, wide, given.get("f32"), turned, chosen))
     return found
 
 

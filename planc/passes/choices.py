@@ -13,15 +13,22 @@ class Choices:
     ([.., K/g, N] or [.., N]). `offsets` by the name
     of a product's result: what it gains, to make up for what rounding takes from it on average, f32[.., N]; they
     count only where the weight is still in `clips` or `shifts`. `shifts` by the name of a weight: what is taken from
-    the rows that it multiplies before they are rounded, f32[K].
+    the rows that it multiplies before they are rounded, f32[K]. `outliers` by the name of a weight: the features that
+    both keep to two digits, i32[n].
     """
 
     scales: Mapping[str, np.ndarray] = field(default_factory=dict)
     clips: Mapping[str, np.ndarray] = field(default_factory=dict)
     offsets: Mapping[str, np.ndarray] = field(default_factory=dict)
     shifts: Mapping[str, np.ndarray] = field(default_factory=dict)
+    outliers: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def without(self, weights: Collection[str]) -> "Choices":
         """The choices with none for how these weights are rounded."""
-        clips, shifts = ({k: v for k, v in given.items() if k not in weights} for given in (self.clips, self.shifts))
-        return replace(self, clips=clips, shifts=shifts)
+        given = (self.clips, self.shifts, self.outliers)
+        clips, shifts, outliers = ({k: v for k, v in chosen.items() if k not in weights} for chosen in given)
+        return replace(self, clips=clips, shifts=shifts, outliers=outliers)
+
+    def of_parts(self) -> "Choices":
+        """The choices with none that belong to whole weights, for weights that ranks share out."""
+        return Choices(self.scales)

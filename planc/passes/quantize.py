@@ -18,7 +18,7 @@ from planc.passes.assign import WEIGHT, weighted
 from planc.passes.native import native_part
 from planc.passes.options import Options
 
-_Rows = dict[tuple[str, str, int, Weight | None], Node]  # by what is rounded, to what, and what is done to it before
+_Rows = dict[tuple[str, str, int, tuple[Weight, ...]], Node]  # by what is rounded, to what, and what else it takes
 
 
 def quantize(graph: Graph, options: Options) -> tuple[Graph, int]:
@@ -36,9 +36,9 @@ def quantize(graph: Graph, options: Options) -> tuple[Graph, int]:
             replaced[n] = [_over(n, n.inputs, WEIGHT[n.op], [narrowed])]
             continue
         parts, turned = _parts(weight, SCHEMES[store], graph, options, constants)
-        shift = _shift(weight, options, constants) if n.op != "embedding" else None
-        weights |= {w.name: w for w in (*parts, *([shift] if shift else ()))}
-        replaced[n] = _quantized(n, parts, SCHEMES[store], turned, shift, graph, rows)
+        taken = _taken(weight, options, constants) if n.op != "embedding" else ()
+        weights |= {w.name: w for w in (*parts, *taken)}
+        replaced[n] = _quantized(n, parts, SCHEMES[store], turned, taken, graph, rows)
     return graph.rewrite(dict(replaced), add_weights=weights.values(), add_constants=constants), len(replaced)
 
 
@@ -58,10 +58,11 @@ def _parts(
     recipes = [r for r in native if r is not None]
     if len(recipes) < len(row.parts):
         given = [lossless(weight.recipe)]
-        if (clip := options.choices.clips.get(weight.name)) is not None:
-            bounds, found = constant(clip)
-            given.append(bounds)
-            constants |= found
+        for chosen in (options.choices.clips, options.choices.outliers):
+            if weight.name in chosen:
+                recipe, found = constant(chosen[weight.name])
+                given.append(recipe)
+                constants |= found
         if row.turns and all(n.op != "embedding" for n in graph.users[weight.name]):  # which reads rows as they are
             turned = block(int(infer(given[0]).shape[-1]))
         attrs = {"hadamard": turned} if turned > 1 else {}
@@ -70,24 +71,27 @@ def _parts(
     return made, turned
 
 
-def _shift(weight: Weight, options: Options, constants: dict[str, np.ndarray]) -> Weight | None:
-    """What calibration found that rows lose before they are rounded; the same vector is one weight."""
-    shift = options.choices.shifts.get(weight.name)
-    if shift is None:
-        return None
-    recipe, found = constant(shift)
-    constants |= found
-    return Weight(Value(f"shift.{recipe.get('digest')}", infer(recipe)), recipe)
+def _taken(weight: Weight, options: Options, constants: dict[str, np.ndarray]) -> tuple[Weight, ...]:
+    """What calibration found that rows lose before they are rounded, and which of their features are kept to two
+    digits; the same vector is one weight.
+    """
+    made = []
+    for name, chosen in (("shift", options.choices.shifts), ("outliers", options.choices.outliers)):
+        if weight.name in chosen:
+            recipe, found = constant(chosen[weight.name])
+            constants |= found
+            made.append(Weight(Value(f"{name}.{recipe.get('digest')}", infer(recipe)), recipe))
+    return tuple(made)
 
 
 def _quantized(
-    n: Node, parts: list[Weight], row: Scheme, turned: int, shift: Weight | None, graph: Graph, rows: "_Rows"
+    n: Node, parts: list[Weight], row: Scheme, turned: int, taken: tuple[Weight, ...], graph: Graph, rows: "_Rows"
 ) -> list[Node]:
     """The product over the parts, behind the rounding of its rows if that stands nowhere yet."""
     before: list[Node] = []
     inputs = n.inputs
     if row.act and n.op != "embedding":
-        key = (inputs[0], row.act, turned, shift)
+        key = (inputs[0], row.act, turned, taken)
         if key not in rows:
             rows[key] = _rounding(*key, n, graph)
             before.append(rows[key])
@@ -103,13 +107,12 @@ def _over(n: Node, inputs: tuple[str, ...], at: int, weights: list[Weight]) -> N
     return replace(n, inputs=(*inputs[:at], *names, *inputs[at + 1 :]), attrs=attrs)
 
 
-def _rounding(name: str, dtype: str, turned: int, shift: Weight | None, reader: Node, graph: Graph) -> Node:
+def _rounding(name: str, dtype: str, turned: int, taken: tuple[Weight, ...], reader: Node, graph: Graph) -> Node:
     attrs = (("dtype", dtype), *((("hadamard", turned),) if turned > 1 else ()))
-    shifts = [] if shift is None else [shift.value]
-    types = OPS["quantize_rows"].infer(dict(attrs), [graph.types[name], *(v.type for v in shifts)])
-    stem = f"{name}.{dtype}" + (f".h{turned}" if turned > 1 else "") + "".join(f".{v.name}" for v in shifts)
+    types = OPS["quantize_rows"].infer(dict(attrs), [graph.types[name], *(w.value.type for w in taken)])
+    stem = f"{name}.{dtype}" + (f".h{turned}" if turned > 1 else "") + "".join(f".{w.name}" for w in taken)
     outputs = tuple(Value(f"{stem}{tail}", t) for tail, t in zip(("", ".s"), types, strict=True))
-    return Node("quantize_rows", (name, *(v.name for v in shifts)), outputs, attrs, reader.loc)
+    return Node("quantize_rows", (name, *(w.name for w in taken)), outputs, attrs, reader.loc)
 
 
 def narrow(recipe: Recipe, dtype: str) -> Recipe:

@@ -53,6 +53,18 @@ def test_bounds_count() -> None:
     assert found.error > 1.2 * relative(w, "awq-g64")
 
 
+def test_second_digits_count() -> None:
+    w, outliers = RNG.standard_normal((64, 128), np.float32), np.array([3, 70], np.int32)
+    w[:, outliers] *= 100
+    chosen, constants = constant(outliers)
+    graph = graph_of(parts("fp8", load("a.weight", "f32", (64, 128)), chosen), "qlinear", constants)
+    (weight,) = quantized(graph)
+    assert weight.shape == (64, 128)
+    assert weight.stored(w, None).shape == w.shape
+    (found,) = errors(graph, lambda name: w)
+    assert found.error < 0.5 * relative(w, "fp8")
+
+
 def test_large_weights_are_sampled_in_whole_blocks(monkeypatch) -> None:
     monkeypatch.setattr(weight_errors, "SAMPLE", 3 * 128 * 256)
     w = RNG.standard_normal((1000, 256), np.float32)

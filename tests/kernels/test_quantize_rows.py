@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from planc.compiler.ir.ops import OPS
-from tests.kernels.harness import Case, Library, assert_same_bits, case, f32, random
+from planc.compiler.ir.types import TensorType
+from tests.kernels.harness import Case, Library, assert_same_bits, case, f32, i32, random
 
 
 def quantize(dtype: str, *shape: int | str, layout: str = "row", **attrs: int) -> Case:
@@ -21,6 +22,8 @@ CASES = [
     *(quantize("i8", "T", 16 * h + 8 * h, hadamard=h) for h in (4, 8, 128)),
     case("quantize_rows", f32("T", 37), f32(37), dtype="f8e4m3"),
     case("quantize_rows", f32("T", 3, 50, layout="strides:200,64"), f32(50), dtype="i8", hadamard=2),
+    case("quantize_rows", f32("T", 37), i32(1), dtype="f8e4m3"),
+    case("quantize_rows", f32("T", 3, 50, layout="strides:200,64"), f32(50), i32(19), dtype="f8e4m3"),
 ]
 
 
@@ -34,12 +37,19 @@ def rows_of(c: Case, rows: int) -> np.ndarray:
     return x
 
 
+def given(t: TensorType, k: int) -> np.ndarray:
+    """A shift, or some of the features."""
+    if t.dtype == "f32":
+        return random(k)
+    return np.sort(np.random.default_rng(3).permutation(k)[: int(t.shape[0])]).astype(np.int32)
+
+
 @pytest.mark.parametrize("c", CASES, ids=str)
 def test_the_bits_of_the_reference(library: Library, c: Case) -> None:
-    x, shift = rows_of(c, 40), [random(*(int(d) for d in t.shape)) for t in c.types[1:]]
-    want = OPS[c.op].ref(dict(c.attrs), [x, *shift], c.types)
+    x, rest = rows_of(c, 40), [given(t, int(c.types[0].shape[-1])) for t in c.types[1:]]
+    want = OPS[c.op].ref(dict(c.attrs), [x, *rest], c.types)
     for rows, threads in ((40, 1), (40, 3), (1, 2), (7, 9)):
-        got = library.run(c, [x[:rows], *shift], rows, threads=threads)
+        got = library.run(c, [x[:rows], *rest], rows, threads=threads)
         for part, g, w in zip(("codes", "scales"), got, want, strict=True):
             assert_same_bits(g, w[:rows], f"{c}, {part}, {rows} rows, {threads} threads")
 

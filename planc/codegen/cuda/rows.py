@@ -21,6 +21,7 @@ from planc.codegen.cuda.call import (
 )
 from planc.codegen.cuda.dense_tiles import vector_warps
 from planc.compiler.ir import hadamard
+from planc.compiler.ir.operands import rounding
 from planc.compiler.ir.quant import LIMITS, scheme
 from planc.compiler.ir.types import PAIRS, TensorType
 
@@ -128,39 +129,38 @@ def _norm(site: Site) -> tuple[Call, ...]:
 def _quantize_rows(site: Site) -> tuple[Call, ...]:
     dtype, size = str(site.node.attr("dtype")), int(site.number("hadamard", 1))
     p = _Vectors(site, {"X": 0}, power_of_two(_width(site)))
+    _, shift, outliers = rounding(range(len(site.inputs)), site.inputs)
+    count = 0 if outliers is None else int(site.inputs[outliers].shape[0])
     before: tuple[Call, ...] = ()
     if size > 1:
-        before = (_rotate(site, size),)
+        before = (_rotate(site, size, shift),)
         p.scratch("x_ptr", _TURNED)
         p.input("shift_ptr", None)
         p.constants |= {"EXTENT": (), "INNER": 1, "X": (_width(site),)}
     else:
         p.input("x_ptr", 0)
-        p.input("shift_ptr", _shift(site))
+        p.input("shift_ptr", shift)
+    p.input("outliers_ptr", outliers)
     p.output("codes_ptr")
     p.output("scales_ptr", 1)
     p.bucket("vectors", p.count)
     p.constants |= {"LIMIT": float(LIMITS[dtype]), "WHOLE": dtype == "i8", "WIDTH": _width(site)}
+    p.constants |= {"OUTLIERS": count, "PICKED": power_of_two(count)}
     return (*before, *p.launch("quantize", "quantize_rows"))
 
 
-def _rotate(site: Site, size: int) -> Call:
+def _rotate(site: Site, size: int, shift: int | None) -> Call:
     """Turns the rows, in blocks of `size`, into a scratch buffer: a program has some columns of a vector's blocks."""
     count = _width(site) // size
     columns = min(power_of_two(count), max(1, _TURN // size))
     p = _Vectors(site, {"X": 0}, size * columns)
     p.input("x_ptr", 0)
-    p.input("shift_ptr", _shift(site))
+    p.input("shift_ptr", shift)
     p.scratch("turned_ptr", _TURNED)
     p.constants |= {"SIZE": size, "STAGES": size.bit_length() - 1, "COUNT": count, "COLUMNS": columns}
     p.constants |= {"SCALE": float(hadamard.scale(size)), "WORDS": tuple(map(_signed, hadamard.WORDS))}
     call = p.call("quantize", "rotate", (p.count, cdiv(count, columns), 1), vector_warps(size * columns))
     return replace(call, reads=site.node.inputs, writes=(_TURNED,), scratch={_TURNED: 4 * p.count * _width(site)})
-
-
-def _shift(site: Site) -> int | None:
-    """Which input is taken from the rows."""
-    return 1 if len(site.inputs) > 1 else None
 
 
 def _signed(word: int) -> int:
@@ -337,7 +337,8 @@ def _topk_fits(site: Site) -> bool:
 
 
 def _codes_fit(site: Site) -> bool:
-    return _held(site) and (site.node.attr("dtype") == "i8" or site.arch not in _NO_FP8)
+    fits = _floats_fit_first(site, 1) and _width(site) <= _WHOLE
+    return fits and (site.node.attr("dtype") == "i8" or site.arch not in _NO_FP8)
 
 
 def _index_fits(site: Site) -> bool:

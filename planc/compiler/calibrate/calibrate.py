@@ -105,6 +105,7 @@ class _Work:
         self._clips: dict[str, np.ndarray] = {}
         self._offsets: dict[str, np.ndarray] = {}
         self._shifts: dict[str, np.ndarray] = {}
+        self._outliers: dict[str, np.ndarray] = {}
         scalable = [n for n in wanted if search.scales_help(n)]
         self.unscaled = tuple(n.loc or n.out.name for n in scalable if n.out.name not in self._site_of)
 
@@ -148,7 +149,7 @@ class _Work:
             factor = rows_factor(site, self._scales[site.name], int(site.maker.out.type.shape[-1]))
             for found, key in ((clips, name), (offsets, out)):
                 found |= {key: found[key] * factor} if key in found else {}
-        return Choices(self._scales, clips, offsets, self._shifts)
+        return Choices(self._scales, clips, offsets, self._shifts, self._outliers)
 
     def _open(self, site: Site, closed: Sequence[Node]) -> bool:
         """Whether a scale would help a reader, and no weight that must stay would change."""
@@ -172,7 +173,10 @@ class _Work:
             if (found := choose(n, inputs, self.weights, factor)) is not None:
                 kept[name], offset = found
                 self._offsets |= {n.out.name: offset} if offset.any() else {}
-        bounds = search.ranges(n, inputs, self.weights, factor, self._shifts.get(name))
+        shift = self._shifts.get(name)
+        chosen = search.outliers(n, inputs, self.weights, shift)
+        bounds = search.ranges(n, inputs, self.weights, factor, shift, chosen)
+        self._outliers |= {} if chosen is None else {name: chosen}
         self._clips |= {} if bounds is None else {name: bounds}
 
 

@@ -22,7 +22,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Stats:
-    """Of inputs x: `size` and `peak`, the mean and the largest |x|, `mean` and `power`, the mean of squares,
+    """Of inputs x: `size` and `peak`, the mean and the largest |x|, `mean` and `spread`, the mean square of x - mean,
     f32[K]. Besides, as the scheme needs: `gram` f32[K/g, g, g], how features vary together within a group, or `sample`
     f32[<= SAMPLE, K], some of the rows.
 
@@ -32,7 +32,7 @@ class Stats:
     size: np.ndarray
     peak: np.ndarray
     mean: np.ndarray
-    power: np.ndarray
+    spread: np.ndarray
     gram: np.ndarray | None
     sample: np.ndarray | None
 
@@ -72,8 +72,8 @@ class Collector:
         mean = self._sum / self._count * (not self._slots)
         sample = None if self._rows is None else np.concatenate(self._rows)[:SAMPLE]
         gram = None if self._gram is None else self._centred(self._gram / self._count, mean)
-        power = rounded(self._squares / self._count)
-        return Stats(rounded(self._size / self._count), rounded(self._peak), rounded(mean), power, gram, sample)
+        spread = rounded(self._squares / self._count - np.square(mean))
+        return Stats(rounded(self._size / self._count), rounded(self._peak), rounded(mean), spread, gram, sample)
 
     @staticmethod
     def _centred(gram: np.ndarray, mean: np.ndarray) -> np.ndarray:

@@ -75,11 +75,21 @@ def check_rows(attrs: Attrs, given: Operands[TensorType]) -> None:
         raise ValueError(f"the rows of {given.x} need scales f32{list(given.x.shape[:-1])}, got {scales}")
 
 
+def rounding(items: Sequence[T], types: Types) -> tuple[T, T | None, T | None]:
+    """The inputs of quantize_rows, told apart by dtype: x, the shift, the outliers; the last two only if given."""
+    x, *rest = zip(items, types, strict=True)
+    found = {t.dtype: item for item, t in rest}
+    return x[0], found.get("f32"), found.get("i32")
+
+
 def rows_types(attrs: Attrs, types: Types) -> Out:
     """x f32[.., K], maybe a shift f32[K] that is taken from each row, give codes[.., K] and scales f32[..]; `hadamard`
-    is the block in which rows turn.
+    is the block in which rows turn. With outliers i32[n], features that are kept to two digits, f8e4m3 codes
+    [.., K + 2n]: behind the first K stand the second digits of the outliers, and their first ones again.
     """
-    x, *shift = types
+    x, *rest = types
+    outliers = [t for t in rest if t.dtype == "i32"]
+    shift = rest[: len(rest) - len(outliers)]
     if x.dtype != "f32" or len(x.shape) < 2:
         raise ValueError(f"quantize_rows: x must be f32 with rows, got {x}")
     if [(t.dtype, t.shape) for t in shift] not in ([], [("f32", x.shape[-1:])]):
@@ -91,4 +101,11 @@ def rows_types(attrs: Attrs, types: Types) -> Out:
     size = attrs.get("hadamard", 1)
     if not isinstance(size, int) or size & (size - 1) or not 1 <= size <= hadamard.block(int(x.shape[-1])):
         raise ValueError(f"quantize_rows: rows of {x} do not turn in blocks of {size}")
-    return TensorType(str(attrs["dtype"]), x.shape), TensorType("f32", x.shape[:-1])
+    k = int(x.shape[-1])
+    for t in outliers:
+        if rest[-1:] != outliers or len(t.shape) != 1 or not 1 <= int(t.shape[0]) <= k:
+            raise ValueError(f"quantize_rows: rows of {x} take outliers i32[n] last, got {', '.join(map(str, rest))}")
+        if attrs["dtype"] != "f8e4m3" or size > 1:
+            raise ValueError("quantize_rows: only rows of f8e4m3 that do not turn have outliers")
+        k += 2 * int(t.shape[0])
+    return TensorType(str(attrs["dtype"]), (*x.shape[:-1], k)), TensorType("f32", x.shape[:-1])

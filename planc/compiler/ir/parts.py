@@ -30,7 +30,8 @@ def part(recipe: Recipe, axis: int, start: int, stop: int) -> Recipe:
         rows = _shape(inputs[0])[0] // _shape(recipe)[0]
         return step("reshape", part(inputs[0], 0, start * rows, stop * rows), shape=(stop - start, *_shape(recipe)[1:]))
     if recipe.op == "cast" or (recipe.op in ("quantize", "pack") and axis < len(_shape(inputs[0])) - 2):
-        return replace(recipe, inputs=tuple(part(r, axis, start, stop) for r in inputs))
+        shared = {r for r in inputs if infer(r).dtype == "i32"}  # outliers are those of all matrices
+        return replace(recipe, inputs=tuple(r if r in shared else part(r, axis, start, stop) for r in inputs))
     return step("slice", recipe, axis=axis, start=start, stop=stop)
 
 

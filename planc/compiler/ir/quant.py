@@ -58,12 +58,15 @@ class Scheme:
         """The largest code."""
         return int(LIMITS[self.codes])
 
-    def part_type(self, w: TensorType, part: str) -> TensorType:
-        """Type of a part of a weight of type `w`."""
+    def part_type(self, w: TensorType, part: str, outliers: int = 0) -> TensorType:
+        """Type of a part of a weight of type `w`, of which so many features are kept to two digits."""
         if part not in self.parts:
             raise ValueError(f"scheme {self.name} has parts {' and '.join(self.parts)}, not {part!r}")
+        if outliers and not (self.is_float and self.group is None):
+            raise ValueError(f"scheme {self.name} keeps no features to two digits: it has no float codes by channel")
         if part == "q":
-            return TensorType(self.codes, w.shape)
+            *rest, k = w.shape
+            return TensorType(self.codes, (*rest, int(k) + 2 * outliers) if outliers else w.shape)
         return TensorType("f32", self._scales_shape(w.shape))
 
     def axis(self, part: str, axis: int, ndim: int) -> int | None:
@@ -74,19 +77,27 @@ class Scheme:
             return None
         return ndim - 2 if self.group is None else ndim - 1
 
-    def part(self, w: np.ndarray, part: str, clip: np.ndarray | None = None, hadamard: int = 1) -> np.ndarray:
+    def part(
+        self,
+        w: np.ndarray,
+        part: str,
+        clip: np.ndarray | None = None,
+        hadamard: int = 1,
+        outliers: np.ndarray | None = None,
+    ) -> np.ndarray:
         """The array of `part`; ValueError when the weight holds NaN or infinity.
 
         `clip`, of the shape of the scales, bounds |w| before its range is found; of codes that are floats it is the
         range, and may be wider than the weight. The weight turns along K in blocks of
-        `hadamard` first, as the rows do that it multiplies.
+        `hadamard` first, as the rows do that it multiplies. Behind the K codes of a channel stand those of its
+        `outliers` again, for the second digit of the rows, and then its own second digit of these.
         """
         if self.read_only:
             raise ValueError(f"nothing is quantized to {self.name}: it is read from checkpoints that hold it")
-        made = self.part_type(TensorType("f32", w.shape), part)
+        made = self.part_type(TensorType("f32", w.shape), part, 0 if outliers is None else len(outliers))
         out = np.empty(made.shape, DTYPES[made.dtype])  # type: ignore[type-var]
         for at in np.ndindex(*w.shape[:-2]):
-            self._fill(w[at], part, out[at], None if clip is None else clip[at], hadamard)
+            self._fill(w[at], part, out[at], None if clip is None else clip[at], hadamard, outliers)
         return out
 
     def dequantize(self, q: np.ndarray, s: np.ndarray, z: np.ndarray | None = None) -> np.ndarray:
@@ -99,6 +110,15 @@ class Scheme:
         wide *= self._spread(s, q.shape[-1])
         return wide
 
+    def folded(self, wide: np.ndarray, outliers: np.ndarray | None) -> np.ndarray:
+        """W[.., N, K] that dequantized codes stand for: the second digits of its outliers go to the first."""
+        if outliers is None:
+            return wide
+        count = len(outliers)
+        out = wide[..., : wide.shape[-1] - 2 * count].copy()
+        out[..., outliers] += wide[..., wide.shape[-1] - count :]
+        return out
+
     def _scales_shape(self, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
         *stack, n, k = shape
         return (*stack, n) if self.group is None else (*stack, -(-int(k) // self.group), n)
@@ -109,14 +129,22 @@ class Scheme:
             return s[..., None]
         return np.repeat(s.swapaxes(-1, -2), self.group, axis=-1)[..., :k]
 
-    def _fill(self, w: np.ndarray, part: str, out: np.ndarray, clip: np.ndarray | None, hadamard: int) -> None:
+    def _fill(
+        self,
+        w: np.ndarray,
+        part: str,
+        out: np.ndarray,
+        clip: np.ndarray | None,
+        hadamard: int,
+        outliers: np.ndarray | None,
+    ) -> None:
         """One matrix, some rows at a time."""
         for rows in self._rows(w):
             wide = rotate(w[rows], hadamard)
             mine = (..., rows)
             s, z = self._scales(wide, None if clip is None else clip[mine])
             if part == "q":
-                out[rows] = self._codes(wide, s, z)
+                out[rows] = self._codes(wide, s, z) if outliers is None else self._digits(wide, s, outliers)
             else:
                 out[mine] = s if part == "s" else z
 
@@ -153,6 +181,13 @@ class Scheme:
             low = np.repeat(np.minimum.reduceat(low, first), BLOCK, axis=0)[: len(rows)]
             high = np.repeat(np.maximum.reduceat(high, first), BLOCK, axis=0)[: len(rows)]
         return low.T, high.T
+
+    def _digits(self, rows: np.ndarray, s: np.ndarray, outliers: np.ndarray) -> np.ndarray:
+        """Codes of channels, those of their outliers again, and codes of what rounding took from these."""
+        first = self._codes(rows, s, None)
+        again = first[:, outliers]
+        left = rows[:, outliers] - again.astype(np.float32) * self._spread(s, len(outliers))
+        return np.concatenate([first, again, self._codes(left, s, None)], axis=1)
 
     def _codes(self, rows: np.ndarray, s: np.ndarray, z: np.ndarray | None) -> np.ndarray:
         ratio = rows / self._spread(_divisor(s), rows.shape[1])
@@ -211,13 +246,25 @@ def fitted(name: str, k: int) -> str:
 
 
 def quantize_rows(
-    x: np.ndarray, dtype: str, hadamard: int = 1, shift: np.ndarray | None = None
+    x: np.ndarray,
+    dtype: str,
+    hadamard: int = 1,
+    shift: np.ndarray | None = None,
+    outliers: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Codes [.., K] and scales f32 [..] of activations: each row by its own largest magnitude, a zero row by 0, after
     `shift` [K] was taken from it and it has turned in blocks of `hadamard`.
+
+    Behind them, for `outliers` [n], features that are kept to two digits: codes of what rounding took from these, then
+    their codes again, which meet the second digit of the weight (Scheme.part).
     """
     x = rotate(x if shift is None else x - shift, hadamard)
     limit = np.float32(LIMITS[dtype])
     scale = np.asarray(np.abs(x).max(axis=-1) / limit, np.float32)
     ratio = np.clip(x / _divisor(scale)[..., None], -limit, limit)
-    return (np.rint(ratio) if dtype == "i8" else ratio).astype(DTYPES[dtype]), scale
+    codes = (np.rint(ratio) if dtype == "i8" else ratio).astype(DTYPES[dtype])
+    if outliers is not None:
+        again = codes[..., outliers]
+        left = (ratio[..., outliers] - again.astype(np.float32)).astype(DTYPES[dtype])
+        codes = np.concatenate([codes, left, again], axis=-1)
+    return codes, scale

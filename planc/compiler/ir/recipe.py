@@ -20,9 +20,10 @@ RowReader = Callable[[str, int, int], np.ndarray]
 class Recipe:
     """One step of a recipe: leaves are `load` (a checkpoint tensor) and `const` (a computed one, by digest).
 
-    Inner steps are `quantize` (attrs scheme, part, maybe hadamard, the blocks that turn; after the weight maybe bounds
-    that clip it), `pack` (attr layout), `shard` (a rank's part of an axis, see shards.py), or any op of the op table
-    without effects, evaluated by its reference, so that `1 + w` of a norm folds with no code of its own.
+    Inner steps are `quantize` (attrs scheme, part, maybe hadamard, the blocks that turn; after the weight maybe f32
+    bounds that clip it and i32 outliers, features that are kept to two digits), `pack` (attr layout), `shard` (a rank's
+    part of an axis, see shards.py), or any op of the op table without effects, evaluated by its reference, so that
+    `1 + w` of a norm folds with no code of its own.
     """
 
     op: str
@@ -118,7 +119,8 @@ def _infer(recipe: Recipe) -> TensorType:
             raise ValueError(f"unknown packed layout {layout!r}; known: {', '.join(PACKED)}")
         return TensorType(types[0].dtype, types[0].shape, layout)
     if recipe.op == "quantize":
-        return scheme(str(attrs["scheme"])).part_type(types[0], str(attrs["part"]))
+        outliers = sum(int(t.shape[0]) for t in types[1:] if t.dtype == "i32")
+        return scheme(str(attrs["scheme"])).part_type(types[0], str(attrs["part"]), outliers)
     if recipe.op == "shard":
         from planc.compiler.ir.shards import part_type
 
@@ -155,9 +157,10 @@ def evaluate(
     if recipe.op == "pack":
         return pack(args.pop(), str(attrs["layout"]))
     if recipe.op == "quantize":
-        w, clip = args.pop(0), args.pop() if args else None
+        given = {r.dtype: a for r, a in zip(map(infer, recipe.inputs[1:]), args[1:], strict=True)}
         turned = int(attrs.get("hadamard", 1))  # type: ignore[arg-type]
-        return scheme(str(attrs["scheme"])).part(w, str(attrs["part"]), clip, turned)
+        row = scheme(str(attrs["scheme"]))
+        return row.part(args[0], str(attrs["part"]), given.get("f32"), turned, given.get("i32"))
     types = [infer(r) for r in recipe.inputs]
     return OPS[recipe.op].ref(attrs, args, types)[0]
 

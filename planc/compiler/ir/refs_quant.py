@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planc.compiler.ir.operands import Operands, operands, scheme_of
+from planc.compiler.ir.operands import Operands, operands, rounding, scheme_of
 from planc.compiler.ir.quant import quantize_rows as rounded
 from planc.compiler.ir.refs import Array, Attrs, Out, Types, logical
 from planc.compiler.ir.refs_experts import choose
@@ -14,7 +14,8 @@ from planc.compiler.ir.types import TensorType
 def quantize_rows(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
     """Codes and scales of the rows of x; see planc.compiler.ir.quant.quantize_rows."""
     size = int(attrs.get("hadamard", 1))  # type: ignore[arg-type]
-    return rounded(args[0], str(attrs["dtype"]), size, *args[1:])
+    x, shift, outliers = rounding(args, types)
+    return rounded(x, str(attrs["dtype"]), size, shift, outliers)
 
 
 def qembedding(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:

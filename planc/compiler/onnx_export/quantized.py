@@ -9,7 +9,7 @@ import numpy as np
 
 from planc.compiler.ir import hadamard
 from planc.compiler.ir.graph import Node
-from planc.compiler.ir.operands import operands, scheme_of
+from planc.compiler.ir.operands import operands, rounding, scheme_of
 from planc.compiler.ir.quant import E2M1, LIMITS, Scheme
 from planc.compiler.onnx_export.emitter import Emitter
 
@@ -18,21 +18,32 @@ Take = Callable[[str], str]
 
 def quantize_rows(e: Emitter, n: Node) -> Sequence[str]:
     """Rows over their largest magnitude, rounded to even, once they have turned; a row of zeros stays."""
-    x, dtype = _turned(e, n), str(n.attr("dtype"))
+    _, shift, outliers = rounding(n.inputs, [e.type(i) for i in n.inputs])
+    x, dtype = _turned(e, n, shift), str(n.attr("dtype"))
     limit = e.const(float(LIMITS[dtype]))
     scale = e.op("Div", e.op("ReduceMax", e.op("Abs", x), e.ints(-1), keepdims=1), limit)
     safe = e.op("Where", e.op("Equal", scale, e.const(0.0)), e.const(1.0), scale)
-    codes = e.op("Clip", e.op("Div", x, safe), e.op("Neg", limit), limit)
-    codes = e.op("Round", codes) if dtype == "i8" else codes
-    return e.cast(codes, dtype), e.op("Squeeze", scale, e.ints(-1))
+    ratio = e.op("Clip", e.op("Div", x, safe), e.op("Neg", limit), limit)
+    codes = e.cast(e.op("Round", ratio) if dtype == "i8" else ratio, dtype)
+    if outliers is not None:
+        codes = _with_second_digits(e, ratio, codes, e.value(outliers), dtype)
+    return codes, e.op("Squeeze", scale, e.ints(-1))
 
 
-def _turned(e: Emitter, n: Node) -> str:
+def _with_second_digits(e: Emitter, ratio: str, codes: str, outliers: str, dtype: str) -> str:
+    """The codes and, behind them, those of what rounding took from the outliers, and the outliers' own again."""
+    wide = e.cast(codes, "f32")
+    again = e.op("Gather", wide, outliers, axis=-1)
+    left = e.cast(e.cast(e.op("Sub", e.op("Gather", ratio, outliers, axis=-1), again), dtype), "f32")
+    return e.cast(e.op("Concat", wide, left, again, axis=-1), dtype)
+
+
+def _turned(e: Emitter, n: Node, shift: str | None) -> str:
     """The rows less their shift and times a Hadamard matrix, block by block, where the node wants that."""
     size, shape = int(n.attr("hadamard", 1)), e.type(n.inputs[0]).shape  # type: ignore[arg-type]
     x = e.value(n.inputs[0])
-    if len(n.inputs) > 1:
-        x = e.op("Sub", x, e.value(n.inputs[1]))
+    if shift is not None:
+        x = e.op("Sub", x, e.value(shift))
     if size == 1:
         return x
     matrix = hadamard.rotate(np.eye(size, dtype=np.float32), size).T

@@ -137,6 +137,16 @@ def test_rows_lose_their_shift_before_they_are_rounded(dtype: str, attrs: dict[s
         np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
 
 
+@pytest.mark.parametrize("arch", [89, 90])
+def test_outliers_have_their_second_digits_behind(arch: int) -> None:
+    c = case("quantize_rows", f32("T", 3, 100), f32(100), i32(21), dtype="f8e4m3")
+    outliers = np.sort(np.random.default_rng(3).permutation(100)[:21]).astype(np.int32)
+    given = [random(5, 3, 100), random(100, seed=1, scale=9), outliers]
+    given[0][2] = given[1]  # all zeros, once the shift is taken
+    for got, want in zip(run(c, given, arch), reference(c, given), strict=True):
+        np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+
+
 def test_rows_to_8_bits_of_a_view() -> None:
     c = case("quantize_rows", VIEW, dtype="i8")
     x = random(5, 3, 19)

@@ -63,21 +63,29 @@ def errors(model: Lifted, given: Options, choices: Choices) -> list[float]:
         if n.op == "linear" and str(n.attr("store")) == given.dtype:
             clip = choices.clips.get(weight_of(n))
             shift = choices.shifts.get(weight_of(n))
-            got = rounded(env[n.inputs[0]], weights[weight_of(n)], clip, shift, given.dtype)
+            outliers = choices.outliers.get(weight_of(n))
+            got = rounded(env[n.inputs[0]], weights[weight_of(n)], clip, shift, given.dtype, outliers)
             got += weights[n.inputs[2]] if n.attr("bias", False) else 0
             want = env[n.out.name] - choices.offsets.get(n.out.name, np.float32(0))
             found.append(float(np.square(got - want).sum() / np.square(env[n.out.name]).sum()))
     return found
 
 
-def rounded(x: np.ndarray, w: np.ndarray, clip: np.ndarray | None, shift: np.ndarray | None, name: str) -> np.ndarray:
+def rounded(
+    x: np.ndarray,
+    w: np.ndarray,
+    clip: np.ndarray | None,
+    shift: np.ndarray | None,
+    name: str,
+    outliers: np.ndarray | None,
+) -> np.ndarray:
     """x @ w.T as the scheme computes it."""
     row = scheme(name)
     size = block(w.shape[1]) if row.turns else 1
     if row.act:
-        codes, scale = quantize_rows(x, row.act, size, shift)
+        codes, scale = quantize_rows(x, row.act, size, shift, outliers)
         x = codes * scale[:, None]
-    return np.asarray(x @ row.dequantize(*(row.part(w, p, clip, size) for p in row.parts)).T)
+    return np.asarray(x @ row.dequantize(*(row.part(w, p, clip, size, outliers) for p in row.parts)).T)
 
 
 CASES = [("llama", "awq-g32"), ("gemma3_text", "awq-g32"), ("qwen2", "int8"), ("llama", "fp8"), ("gpt2", "fp8-block")]
@@ -101,6 +109,21 @@ def test_products_lose_less_and_choices_are_the_same_again(arch: str, name: str,
     for one, other in zip(vars(found.choices).values(), vars(again).values(), strict=True):
         assert one.keys() == other.keys()
         assert all((one[k] == other[k]).all() for k in one)
+
+
+def test_features_that_stand_out_get_a_second_digit(tmp_path: Path) -> None:
+    given = options(dtype="fp8")
+    model = prepared(tmp_path, "llama", given, hidden_size=256, intermediate_size=288)
+    choices = calibrated(model, given).choices
+    assert {len(found) for found in choices.outliers.values()} == {32}
+    assert all(model.graph.types[name].shape[-1] == 288 for name in choices.outliers)  # of 256, 64 would be a quarter
+    pairs = zip(errors(model, given, choices), errors(model, given, replace(choices, outliers={})), strict=True)
+    ratios = [one / other for one, other in pairs if one != other]
+    assert len(ratios) == len(choices.outliers) > 0
+    assert max(ratios) < 0.8
+    graph, _ = pipeline.run(model.graph, replace(given, choices=choices), pipeline=pipeline.PIPELINE[FIRST:])
+    rows = [n for n in graph.nodes if n.op == "quantize_rows" and "i32" in {graph.types[i].dtype for i in n.inputs}]
+    assert [n.out.type.shape[-1] for n in rows] == [288 + 64] * len(choices.outliers)
 
 
 def test_experts_are_calibrated_matrix_by_matrix(tmp_path: Path) -> None:

@@ -4,10 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from planc.compiler.calibrate import awq, float8, smooth
+from planc.compiler.calibrate import awq, float8, search, smooth
+from planc.compiler.calibrate.run import Weights
 from planc.compiler.calibrate.stats import SAMPLE, Collector, Stats
+from planc.compiler.ir.graph import Graph, Node, Value, Weight
 from planc.compiler.ir.hadamard import block
 from planc.compiler.ir.quant import quantize_rows, scheme
+from planc.compiler.ir.recipe import load
+from planc.compiler.ir.types import TensorType
 
 GROUPS = scheme("awq-g32")
 
@@ -135,6 +139,53 @@ def test_a_range_of_floats_is_the_best_of_those_that_lose_no_weight() -> None:
     seen, fresh = ([_lost(part, w, bound) for bound in (most, found)] for part in (x[:200], x[200:]))
     assert (seen[1] <= seen[0] * 1.0001).all()
     assert fresh[1].sum() < 0.8 * fresh[0].sum()
+
+
+def test_outliers_are_the_features_that_give_most() -> None:
+    rng, planted = np.random.default_rng(0), np.sort(np.random.default_rng(2).permutation(576)[:20])
+    x, w = rng.standard_normal((400, 576)).astype(np.float32), rng.standard_normal((24, 576)).astype(np.float32)
+    assert _outliers(x, w) is None
+    x[:, planted] *= 8
+    found = _outliers(x, w)
+    assert found is not None
+    assert (found.dtype, len(found)) == (np.int32, 32)
+    assert set(planted) <= set(found)
+    assert (np.diff(found) > 0).all()
+    assert _outliers(x[:, :100], w[:, :100]) is None  # too few features to have some of them twice
+
+
+def test_outliers_are_those_of_rows_less_their_mean() -> None:
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((400, 576)).astype(np.float32), rng.standard_normal((24, 576)).astype(np.float32)
+    x[:, 50:70] *= 8
+    x[:, 3] += 40
+    kept, lost = _outliers(x, w), _outliers(x, w, x.mean(axis=0))
+    assert kept is not None
+    assert lost is not None
+    assert {3, *range(50, 70)} <= set(kept)
+    assert set(range(50, 70)) <= set(lost)
+    assert 3 not in lost
+
+
+def test_a_range_is_judged_without_what_second_digits_make_right() -> None:
+    x, row = uneven(400, 64), scheme("fp8")
+    outliers = np.argsort(-np.square(x).sum(0))[:16].astype(np.int32)
+    w = np.random.default_rng(1).standard_t(4, (96, 64)).astype(np.float32)
+    plain, found = float8.ranges(w, x, row.limit), float8.ranges(w, x, row.limit, outliers)
+    lost = []
+    for bound in (plain, found):
+        parts = (row.part(w, p, bound, outliers=outliers) for p in row.parts)
+        lost.append(np.square(x @ (row.folded(row.dequantize(*parts), outliers) - w).T).sum())
+    assert lost[1] < 0.97 * lost[0]
+
+
+def _outliers(x: np.ndarray, w: np.ndarray, mean: np.ndarray | None = None) -> np.ndarray | None:
+    values = [Value("x", TensorType("f32", ("T", x.shape[1]))), Value("w", TensorType("f32", w.shape))]
+    y = Value("y", TensorType("f32", ("T", len(w))))
+    node = Node("linear", ("x", "w"), (y,), (("store", "fp8"),))
+    weight = Weight(values[1], load("w", "f32", w.shape))
+    graph = Graph("g", (values[0],), (weight,), (node,), ("y",))
+    return search.outliers(node, stats(x, "fp8"), Weights(graph, lambda name: w), mean)
 
 
 def _lost(x: np.ndarray, w: np.ndarray, bound: np.ndarray) -> np.ndarray:

@@ -219,6 +219,9 @@ def _quantized(ids: np.ndarray) -> Iterator[Sample]:
     for dtype in ("i8", "f8e4m3"):
         yield Sample("quantize_rows", (normal(5, 9),), {"dtype": dtype}, (True,))
         yield Sample("quantize_rows", (normal(5, 2, 9),), {"dtype": dtype}, (True,))
+    outliers = np.array([1, 4, 8], np.int32)
+    yield Sample("quantize_rows", (normal(5, 9), outliers), {"dtype": "f8e4m3"}, (True, False))
+    yield Sample("quantize_rows", (normal(5, 2, 9), normal(9), outliers), {"dtype": "f8e4m3"}, (True, False, False))
     for row in SCHEMES.values():
         k = 192
         parts, lead = made(row, normal(70, k)), 2 if row.act else 1

@@ -169,12 +169,18 @@ def _dequantized(s, q, scale, z=None):
     return torch.cat([(g - zero[..., i, :, None]) * scale[..., i, :, None] for i, g in enumerate(groups)], dim=-1)
 
 
-def _rounded(x, dtype):
-    """Codes and scales of the rows, as torch rounds."""
+def _rounded(x, dtype, *rest):
+    """Codes and scales of the rows less a shift, as torch rounds; behind the codes the second digits of outliers."""
+    outliers = [i for i in rest if not i.is_floating_point()]
+    x = x.float() - sum(i.float() for i in rest if i.is_floating_point())
     limit = {"i8": 127.0, "f8e4m3": 448.0}[dtype]
     scale = (x.abs().amax(-1).float() / limit).double()
-    codes = (x.float() / scale.float()[..., None]).clamp(-limit, limit)
-    return codes.round() if dtype == "i8" else codes.to(torch.float8_e4m3fn).double(), scale
+    ratio = (x.float() / scale.float()[..., None]).clamp(-limit, limit)
+    codes = ratio.round() if dtype == "i8" else ratio.to(torch.float8_e4m3fn).float()
+    for i in outliers:
+        left = (ratio - codes)[..., i.long()].to(torch.float8_e4m3fn).float()
+        codes = torch.cat([codes, left, codes[..., i.long()]], -1)
+    return codes.double(), scale
 
 
 def _quantized(s, x, *rest):
@@ -203,7 +209,7 @@ SPECIAL = {
     "scatter": _scatter,
     "expert_linear": _experts,
     "qexpert_linear": _quantized,
-    "quantize_rows": lambda s, x: _rounded(x, s.attrs["dtype"]),
+    "quantize_rows": lambda s, x, *rest: _rounded(x, s.attrs["dtype"], *rest),
     "fused": _fused,
     "all_reduce": lambda s, *xs: sum(xs),
     "all_gather": lambda s, *xs: torch.cat([*xs[:-1], xs[-1][..., 1:]], -1),  # the last two share a column

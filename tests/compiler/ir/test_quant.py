@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from planc.compiler.ir.quant import SCHEMES, fitted, quantize_rows, scheme
+from planc.compiler.ir.types import TensorType
 
 RNG = np.random.default_rng(0)
 MADE = [name for name, row in SCHEMES.items() if not row.read_only]
@@ -82,6 +83,33 @@ def test_int4_reaches_its_extreme_exactly() -> None:
     made = restored("int4-wo", w)
     at = np.abs(w).argmax(axis=1)
     np.testing.assert_allclose(made[np.arange(8), at], w[np.arange(8), at], rtol=1e-6)
+
+
+def test_outliers_have_a_second_digit_in_rows_and_weights() -> None:
+    row, w, outliers = scheme("fp8"), weight(40, 96), np.array([5, 17, 90], np.int32)
+    x = RNG.standard_normal((50, 96)).astype(np.float32)
+    x[:, outliers] *= 100  # nearly all that the products have
+    codes, scale = quantize_rows(x, "f8e4m3", outliers=outliers)
+    q, s = (row.part(w, p, outliers=outliers) for p in row.parts)
+    assert codes.shape == (50, 96 + 6)
+    assert (q.shape, q.dtype) == ((40, 96 + 6), row.part(w, "q").dtype)
+    assert row.part_type(TensorType("f32", w.shape), "q", 3).shape == q.shape
+    assert (q[:, :96] == row.part(w, "q")).all()
+    made = row.dequantize(q, s)
+    want = x.astype(np.float64) @ w.T
+    one, _ = quantize_rows(x, "f8e4m3")
+    once = one.astype(np.float64) * scale[:, None] @ made[:, :96].T
+    twice = codes.astype(np.float64) * scale[:, None] @ made.T
+    assert np.square(twice - want).sum() < np.square(once - want).sum() / 100
+    whole = row.folded(made, outliers)
+    assert whole.shape == w.shape
+    assert (np.abs(whole - w)[:, outliers] <= np.abs(w)[:, outliers] / 256 + s[:, None] / 512).all()
+
+
+def test_only_float_codes_by_channel_have_a_second_digit() -> None:
+    for name in ("int8", "fp8-block", "awq-g32"):
+        with pytest.raises(ValueError, match=f"scheme {name} keeps no features to two digits"):
+            scheme(name).part(weight(40, 96), "q", outliers=np.array([1], np.int32))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

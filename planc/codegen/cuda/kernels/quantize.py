@@ -25,23 +25,29 @@ def _at(vector, EXTENT: tl.constexpr, INNER: tl.constexpr, STRIDE: tl.constexpr)
 def quantize_rows(
     x_ptr,
     shift_ptr,
+    outliers_ptr,
     codes_ptr,
     scales_ptr,
     vectors,
     LIMIT: tl.constexpr,
     WHOLE: tl.constexpr,
     WIDTH: tl.constexpr,
+    OUTLIERS: tl.constexpr,
+    PICKED: tl.constexpr,
     EXTENT: tl.constexpr,
     INNER: tl.constexpr,
     X: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Codes up to LIMIT, integers if WHOLE, of vectors less the shift, if there is one; both outputs are dense."""
+    """Codes up to LIMIT, integers if WHOLE, of vectors less the shift, if there is one; both outputs are dense. Behind
+    a vector's codes stand, of its OUTLIERS, the codes of what rounding took from them, and their own again.
+    """
     vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     there = (vector < vectors)[:, None] & (column < WIDTH)[None, :]
-    x = tl.load(x_ptr + _at(vector, EXTENT, INNER, X)[:, None] + column[None, :], mask=there, other=0.0)
+    start = _at(vector, EXTENT, INNER, X)
+    x = tl.load(x_ptr + start[:, None] + column[None, :], mask=there, other=0.0)
     x = x.to(tl.float32)
     if shift_ptr is not None:
         x -= tl.load(shift_ptr + column, mask=column < WIDTH, other=0.0)[None, :]
@@ -52,8 +58,22 @@ def quantize_rows(
     code = tl.minimum(tl.maximum(code, -LIMIT), LIMIT)
     if WHOLE:
         code = (code + _HALVES_VANISH) - _HALVES_VANISH
-    out = vector.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    out = vector.to(tl.int64)[:, None] * (WIDTH + 2 * OUTLIERS) + column[None, :]
     tl.store(codes_ptr + out, code.to(codes_ptr.dtype.element_ty), mask=there)
+    if outliers_ptr is not None:
+        place = tl.arange(0, PICKED)
+        feature = tl.load(outliers_ptr + place, mask=place < OUTLIERS, other=0)
+        there = (vector < vectors)[:, None] & (place < OUTLIERS)[None, :]
+        x = tl.load(x_ptr + start[:, None] + feature[None, :], mask=there, other=0.0).to(tl.float32)
+        if shift_ptr is not None:
+            x -= tl.load(shift_ptr + feature, mask=place < OUTLIERS, other=0.0)[None, :]
+        ratio = tl.div_rn(x, tl.broadcast_to(divisor[:, None], (ROWS, PICKED)))
+        ratio = tl.minimum(tl.maximum(ratio, -LIMIT), LIMIT)
+        first = ratio.to(codes_ptr.dtype.element_ty)
+        left = (ratio - first.to(tl.float32)).to(codes_ptr.dtype.element_ty)
+        out = vector.to(tl.int64)[:, None] * (WIDTH + 2 * OUTLIERS) + WIDTH + place[None, :]
+        tl.store(codes_ptr + out, left, mask=there)
+        tl.store(codes_ptr + out + OUTLIERS, first, mask=there)
 
 
 @triton.jit

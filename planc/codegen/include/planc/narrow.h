@@ -80,6 +80,27 @@ PLANC_INLINE float scale_of(const float* x, float limit) {
     });
     return max(top) / limit + sum(poison);
 }
+
+// Codes of ratios that the scale has divided already: `n` of them, `stride` elements apart.
+template <class Element>
+PLANC_INLINE void put_codes(Vec ratio, Element* to, int64_t stride, int n) {
+    uint16_t codes[LANES] = {};
+    narrow_u16(codes, Codes<Element>::of(ratio) & splat_int(0xff));
+    uint8_t bytes[LANES];
+    for (int lane = 0; lane < LANES; ++lane) bytes[lane] = uint8_t(codes[lane]);
+    if (stride == 1 && n == LANES) {
+        std::memcpy(to, bytes, LANES);
+        return;
+    }
+    for (int lane = 0; lane < n; ++lane) std::memcpy(to + lane * stride, bytes + lane, 1);
+}
+
+// What a code stands for in units of the scale; 0 for a scale that is none.
+template <class Element>
+PLANC_INLINE Vec ratio_of(Vec x, float scale) {
+    using C = Codes<Element>;
+    return scale > 0.0f ? min(splat(C::LIMIT), max(splat(-C::LIMIT), x / splat(scale))) : zero();
+}
 }  // namespace detail
 
 // Writes the codes of x[WIDTH], `stride` elements apart, and returns their scale.
@@ -88,20 +109,25 @@ PLANC_INLINE float narrow(const float* x, Element* to, int64_t stride) {
     using C = Codes<Element>;
     const float scale = detail::scale_of<WIDTH>(x, C::LIMIT);
     for_each_vec(WIDTH, [&](int i, int n) PLANC_INLINED {
-        uint16_t codes[LANES] = {};
-        if (scale > 0.0f) {
-            const Vec ratio = min(splat(C::LIMIT), max(splat(-C::LIMIT), load_lanes(x + i, n) / splat(scale)));
-            narrow_u16(codes, C::of(ratio) & splat_int(0xff));
-        }
-        uint8_t bytes[LANES];
-        for (int lane = 0; lane < LANES; ++lane) bytes[lane] = uint8_t(codes[lane]);
-        if (stride == 1 && n == LANES) {
-            std::memcpy(to + i, bytes, LANES);
-            return;
-        }
-        for (int lane = 0; lane < n; ++lane) std::memcpy(to + (i + lane) * stride, bytes + lane, 1);
+        detail::put_codes(detail::ratio_of<Element>(load_lanes(x + i, n), scale), to + i * stride, stride, n);
     });
     return scale;
+}
+
+// Of x[WIDTH], whose codes[WIDTH] and scale are known, writes behind the codes: those of what rounding took from the
+// OUTLIERS among the features, and these features' codes again.
+template <int WIDTH, int OUTLIERS, class Float8>
+PLANC_INLINE void second_digits(const float* x, float scale, const int32_t* outliers, Float8* codes) {
+    Float8 *left = codes + WIDTH, *again = left + OUTLIERS;
+    alignas(64) float picked[OUTLIERS + LANES];
+    for (int i = 0; i < OUTLIERS; ++i) {
+        picked[i] = x[outliers[i]];
+        again[i] = codes[outliers[i]];
+    }
+    for_each_vec(OUTLIERS, [&](int i, int n) PLANC_INLINED {
+        const Vec first = load_as_float(again + i, n) * splat(1.0f / Codes<Float8>::UNIT);
+        detail::put_codes(detail::ratio_of<Float8>(load_lanes(picked + i, n), scale) - first, left + i, 1, n);
+    });
 }
 
 }  // namespace planc

@@ -7,10 +7,11 @@
 namespace planc {
 
 // Config: WIDTH (of the last axis), Element (int8_t or F8); SHIFT, whether a vector is taken from each row; and where rows
-// turn before they are rounded: HADAMARD (the size of a block, else 1), SCALE and WORD (the blocks' signs). Codes and
-// scales are dense; Shape has INNER = 1 and the strides reach the start of a row.
+// turn before they are rounded: HADAMARD (the size of a block, else 1), SCALE and WORD (the blocks' signs); OUTLIERS, how
+// many features have a second digit, else 0. Codes and scales are dense; Shape has INNER = 1 and the strides reach the start of a row.
 template <class Config, class Shape, class Out, class X>
-void quantize_rows(int rows, int thread, int threads, const float* x, const float* shift, typename Config::Element* codes, float* scales) {
+void quantize_rows(int rows, int thread, int threads, const float* x, const float* shift, const int32_t* outliers,
+                   typename Config::Element* codes, float* scales) {
     constexpr int WIDTH = Config::WIDTH;
     constexpr bool AS_IT_IS = !Config::SHIFT && Config::HADAMARD == 1;
     alignas(64) float own[AS_IT_IS ? 1 : WIDTH + LANES];  // whole vectors reach beyond the end
@@ -22,9 +23,13 @@ void quantize_rows(int rows, int thread, int threads, const float* x, const floa
         } else if constexpr (Config::SHIFT) {
             for_each_vec(WIDTH, [&](int i, int n) PLANC_INLINED { store_lanes(own + i, load_lanes(row + i, n) - load_lanes(shift + i, n), n); });
         }
-        scales[at / WIDTH] = narrow<WIDTH>(AS_IT_IS ? row : own, codes + at, 1);
+        const float scale = narrow<WIDTH>(AS_IT_IS ? row : own, codes + at, 1);
+        if constexpr (Config::OUTLIERS > 0) {
+            second_digits<WIDTH, Config::OUTLIERS>(AS_IT_IS ? row : own, scale, outliers, codes + at);
+        }
+        scales[at / (WIDTH + 2 * Config::OUTLIERS)] = scale;
     });
-    (void)shift;
+    (void)shift, (void)outliers;
 }
 
 }  // namespace planc
