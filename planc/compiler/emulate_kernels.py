@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from planc.codegen.cuda import collective
 from planc.codegen.cuda.call import Bucket, Call, Ref, calls, page_table
-from planc.codegen.cuda.collective import places
 from planc.codegen.cuda.lower import aligned, sampling
 from planc.compiler.emulate import Verdict
 from planc.compiler.ir import text
@@ -57,7 +57,7 @@ class _Case:
 
 def each_kernel(root: Path, plan: Plan, seed: int) -> Iterator[Verdict]:
     """Every kernel of the plan on the smallest step that uses it. KernelFault is a verdict that does not hold."""
-    from planc.compiler import emulate_sampling
+    from planc.compiler import emulate_ranks, emulate_sampling
     from planc.emulator.machine import KernelFault
 
     graph, held = text.read(root / store.GRAPH), launches.load(root)
@@ -66,6 +66,7 @@ def each_kernel(root: Path, plan: Plan, seed: int) -> Iterator[Verdict]:
             yield _checked(root, plan, graph, held, case, np.random.default_rng(seed))
         except KernelFault as e:
             yield Verdict(case.name, False, str(e))
+    yield from emulate_ranks.check(root, held, plan.limits.ranks, seed)
     if SAMPLED in held.buffer:
         try:
             yield emulate_sampling.check(root, plan, graph, held, seed)
@@ -83,8 +84,8 @@ def _cases(graph: Graph, held: LaunchPlan) -> Iterator[_Case]:
     for step in held.graphs:
         bucket = Bucket(step.tokens, step.seqs, step.rows)
         for node in graph.nodes:
-            if OPS[node.op].collective:  # ranks are joined by their library; one rank alone has nothing to compare
-                left -= {c.kernel.name for c in (places(node, types, bucket) if node.op == "all_gather" else ())}
+            if OPS[node.op].collective:  # which needs all ranks: see emulate_ranks
+                left -= {c.kernel.name for c in collective.calls(node, types, bucket)}
                 continue
             made = calls(node, types, held.sm, bucket, wide)
             if left & {c.kernel.name for c in made}:

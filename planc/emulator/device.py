@@ -1,6 +1,7 @@
 """The emulated GPU's state: in go a device's figures, out come memory, modules, streams and graphs that a driver needs.
 
-Work is enqueued on streams and runs when someone waits for it, as on a GPU: a missing wait shows as a wrong result.
+Work is enqueued on streams and runs when someone waits for it, as on a GPU: a missing wait shows as a wrong result. Of
+several GPUs one does something, then another, in a random order: kernels that wait for each other go on so.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import hashlib
 import random
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -18,17 +19,19 @@ from planc.codegen.cuda.cubin import Cubin, Resources
 from planc.codegen.cuda.cubin import read as read_cubin
 from planc.emulator import ptx
 from planc.emulator.compile import Program
-from planc.emulator.machine import Grid, run
+from planc.emulator.machine import Grid, running
 from planc.emulator.memory import Memory, OutOfMemory, Spans, tagged
 from planc.emulator.order import Touched, random_order
 from planc.errors import PlancError
 
 PLAIN_SHARED = 48 << 10  # dynamic shared bytes of a kernel that asks for no more
 _GRID = (2**31 - 1, 65535, 65535)
+_ENDED = object()
 
 # CUresult
 SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NO_DEVICE, INVALID_DEVICE, INVALID_IMAGE = 0, 1, 2, 100, 101, 200
-NO_BINARY_FOR_GPU, INVALID_HANDLE, NOT_FOUND, LAUNCH_FAILED, UNKNOWN = 209, 400, 500, 719, 999
+NO_BINARY_FOR_GPU, PEERS_ALREADY, NO_PEERS = 209, 704, 217
+INVALID_HANDLE, NOT_FOUND, LAUNCH_FAILED, UNKNOWN = 400, 500, 719, 999
 
 
 class Failure(Exception):
@@ -41,13 +44,16 @@ class Failure(Exception):
 
 @dataclass(frozen=True)
 class Device:
-    """What a GPU of a compute capability (90) offers; `shared_block` is the shared memory that a block may get."""
+    """What a GPU of a compute capability (90) offers; `shared_block` is the shared memory that a block may get, `peers`
+    says whether GPUs reach each other's memory.
+    """
 
     name: str
     sm: int
     memory: int
     shared_block: int
     multiprocessors: int = 1
+    peers: bool = True
 
 
 @dataclass
@@ -91,10 +97,12 @@ class Pointer:
 class Reach:
     """What a launch may touch: by each pointer the buffer that it is of."""
 
-    def __init__(self, pointers: Sequence[Pointer]) -> None:
+    def __init__(self, pointers: Sequence[Pointer], others: Sequence[Pointer] = ()) -> None:
+        """`others` are what a kernel reaches through a pointer of the same number, or finds in memory (number -1)."""
         self.pointers = pointers
-        tags = enumerate(pointers, 1)
-        self.spans = Spans([(tagged(p.start, tag), tagged(p.stop, tag), p.name) for tag, p in tags])
+        tags = {p.number: tag for tag, p in enumerate(pointers, 1)}
+        rows = [(p, tags.get(p.number, 0)) for p in (*pointers, *others)]
+        self.spans = Spans([(tagged(p.start, tag), tagged(p.stop, tag), p.name) for p, tag in rows])
 
     def params(self, node: Node) -> bytes:
         """The launch's parameters with tagged pointers."""
@@ -110,6 +118,16 @@ class Graph:
     """Launches in the order in which they were added."""
 
     nodes: list[Node] = field(default_factory=list)
+
+
+@dataclass
+class Event:
+    """When a stream came to it, in the host's seconds."""
+
+    seconds: float | None = None
+
+    def happen(self) -> None:
+        self.seconds = time.perf_counter()
 
 
 @dataclass
@@ -132,7 +150,10 @@ class State:
         self.memory = Memory(device.memory)
         self.random = random.Random(seed)
         self.handles: dict[int, Any] = {}
+        self.group: Sequence[State] = (self,)  # all GPUs of the machine
         self.streams: dict[int, list[Callable[[], object]]] = {0: []}
+        self._doing: dict[int, Iterator[bool]] = {}  # by stream, the launch that has begun
+        self._kernel = ""
         self.pinned: dict[int, int] = {}
         self.text = ""  # of the last failure
         self.broken: Failure | None = None  # a GPU does nothing more after a kernel has failed
@@ -228,18 +249,27 @@ class State:
             buffer[place.offset : place.offset + place.size] = value
         return Node(function, grid, bytes(buffer), deps)
 
-    def launch(self, node: Node, reach: Reach | None = None) -> None:
-        """Runs a kernel now."""
-        started = time.perf_counter()
+    def launch(self, node: Node, reach: Reach | None = None) -> Iterator[bool]:
+        """Runs a kernel; gives False each time that it waits for another GPU."""
         params, spans = (reach.params(node), reach.spans) if reach else (node.params, None)
-        try:
-            run(_program(node.function.kernel), node.grid, params, self.memory, spans)
-        except PlancError as e:
-            raise Failure(LAUNCH_FAILED, str(e)) from None
-        self.statistics.add(node.function.name, time.perf_counter() - started)
+        kernel = running(_program(node.function.kernel), node.grid, params, self.memory, spans)
+        seconds, waits = 0.0, True
+        while waits:
+            self._kernel, started = node.function.name, time.perf_counter()
+            try:
+                waits = next(kernel, _ENDED) is not _ENDED
+            except PlancError as e:
+                raise Failure(LAUNCH_FAILED, str(e)) from None
+            seconds += time.perf_counter() - started
+            if waits:
+                yield False
+        self.statistics.add(node.function.name, seconds)
 
-    def launch_graph(self, handle: int, graph: Graph) -> None:
-        """Runs all launches of a graph in a random order that its edges allow, and checks that they do order them."""
+    def launch_graph(self, handle: int, graph: Graph) -> Iterator[bool]:
+        """Runs all launches of a graph in a random order that its edges allow, and checks that they do order them.
+
+        Gives True after each, and False each time that one waits for another GPU.
+        """
         deps = [node.deps for node in graph.nodes]
         order = random_order(deps, self.random)
         reach = self.reach.get(handle)
@@ -247,9 +277,10 @@ class State:
         self.memory.watcher = touched
         try:
             for index in order:
-                self.launch(graph.nodes[index], reach[index] if reach else None)
+                yield from self.launch(graph.nodes[index], reach[index] if reach else None)
                 if touched:
                     touched.end(index)
+                yield True
         finally:
             self.memory.watcher = None
         conflict = touched.conflict(deps) if touched else None
@@ -272,17 +303,63 @@ class State:
         self.streams[stream].append(work)
 
     def synchronize(self, stream: int) -> None:
-        """Runs all that was enqueued on a stream."""
+        """Runs all that was enqueued on a stream, and of other GPUs what comes in between."""
         queue = self.streams.get(stream)
         if queue is None:
             raise Failure(INVALID_HANDLE, f"0x{stream:x} is no stream")
+        waiting: set[tuple[int, int]] = set()
         while queue:
+            ready = [(n, s) for n, gpu in enumerate(self.group) for s, work in gpu.streams.items() if work]
+            ready = [place for place in ready if place not in waiting]
+            if not ready:
+                raise self._fail(stream, self._stuck())
+            number, other = ready[0] if len(ready) == 1 else self.random.choice(ready)
+            gpu, written = self.group[number], self._written()
             try:
-                queue.pop(0)()
-            except Failure as e:
-                self.broken = e
-                queue.clear()
-                raise
+                went_on = gpu.advance(other)
+            except Failure:
+                if gpu is self:
+                    raise
+                continue
+            if went_on or self._written() != written:
+                waiting.clear()
+            if not went_on:
+                waiting.add((number, other))
+
+    def _written(self) -> int:
+        """Grows when a kernel of any GPU writes."""
+        return sum(gpu.memory.stores for gpu in self.group)
+
+    def advance(self, stream: int) -> bool:
+        """Does the next thing of a stream; False when it waits for another GPU."""
+        queue = self.streams[stream]
+        try:
+            if stream not in self._doing:
+                made = queue[0]()
+                if not isinstance(made, Iterator):
+                    queue.pop(0)
+                    return True
+                self._doing[stream] = made
+            found = next(self._doing[stream], None)
+        except Failure as e:
+            raise self._fail(stream, e) from None
+        if found is None:
+            queue.pop(0)
+            del self._doing[stream]
+        return found is not False
+
+    def _fail(self, stream: int, failure: Failure) -> Failure:
+        """The GPU does no more after this."""
+        self.broken = failure
+        self.streams[stream].clear()
+        if (doing := self._doing.pop(stream, None)) is not None:
+            doing.close()  # type: ignore[attr-defined]
+        return failure
+
+    def _stuck(self) -> Failure:
+        others = [gpu.broken.text for gpu in self.group if gpu.broken is not None]
+        why = "; ".join(others) or "no GPU writes it"
+        return Failure(LAUNCH_FAILED, f"kernel {self._kernel} waits for ever: {why}")
 
     def synchronize_all(self) -> None:
         """Runs all that was enqueued."""

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any
 
 from planc.emulator import library
@@ -21,7 +21,10 @@ from planc.emulator.device import (
     INVALID_IMAGE,
     INVALID_VALUE,
     NO_DEVICE,
+    NO_PEERS,
+    PEERS_ALREADY,
     UNKNOWN,
+    Event,
     Failure,
     Function,
     Graph,
@@ -38,6 +41,7 @@ _VERSION = 13000  # CUDA 13.0, whose driver is the oldest that runs the plan's c
 _NAMES = {
     1: "CUDA_ERROR_INVALID_VALUE", 2: "CUDA_ERROR_OUT_OF_MEMORY", 100: "CUDA_ERROR_NO_DEVICE",
     101: "CUDA_ERROR_INVALID_DEVICE", 200: "CUDA_ERROR_INVALID_IMAGE", 209: "CUDA_ERROR_NO_BINARY_FOR_GPU",
+    217: "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", 704: "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED",
     400: "CUDA_ERROR_INVALID_HANDLE", 500: "CUDA_ERROR_NOT_FOUND", 719: "CUDA_ERROR_LAUNCH_FAILED", 0: "CUDA_SUCCESS",
 }  # fmt: skip
 # CUtensorMapDataType -> bytes of an element
@@ -75,6 +79,8 @@ def active(*states: State) -> Iterator[None]:
     if _states:
         raise PlancError("an emulated GPU is in use already; end that one first")
     _states, _thread.current = states, 0
+    for state in states:
+        state.group = states
     try:
         yield
     finally:
@@ -199,6 +205,21 @@ def _get_current(state: State, out: Any) -> None:
     out[0] = _CONTEXT + getattr(_thread, "current", 0)
 
 
+@_call("cuDeviceCanAccessPeer", POINTER(c_int), c_int, c_int)
+def _can_access(state: State, out: Any, device: int, peer: int) -> None:
+    out[0] = int(device != peer and _states[device].device.peers and _states[peer].device.peers)
+
+
+@_call("cuCtxEnablePeerAccess", c_void_p, c_uint)
+def _enable_peer(state: State, context: int, flags: int) -> None:
+    other = _states[context - _CONTEXT]
+    if not (state.device.peers and other.device.peers):
+        raise Failure(NO_PEERS, f"{state.device.name} cannot reach {other.device.name}")
+    if other is state or other.memory in state.memory.peers:
+        raise Failure(PEERS_ALREADY, "the memory is reached already")
+    state.memory.peers.append(other.memory)
+
+
 @_call("cuCtxSynchronize")
 def _synchronize_context(state: State) -> None:
     state.synchronize_all()
@@ -300,6 +321,30 @@ def _end_stream(state: State, stream: int) -> None:
 @_call("cuStreamSynchronize", c_void_p)
 def _synchronize(state: State, stream: int | None) -> None:
     state.synchronize(stream or 0)
+
+
+@_call("cuEventCreate", POINTER(c_void_p), c_uint)
+def _event(state: State, out: Any, flags: int) -> None:
+    out[0] = state.add(Event())
+
+
+@_call("cuEventRecord", c_void_p, c_void_p)
+def _record(state: State, event: int, stream: int | None) -> None:
+    state.enqueue(stream or 0, state.get(event, Event).happen)
+
+
+@_call("cuEventElapsedTime", POINTER(c_float), c_void_p, c_void_p)
+def _elapsed(state: State, out: Any, start: int, stop: int) -> None:
+    times = [state.get(event, Event).seconds for event in (start, stop)]
+    if times[0] is None or times[1] is None:
+        raise Failure(INVALID_HANDLE, "an event that no stream has come to yet")
+    out[0] = (times[1] - times[0]) * 1e3
+
+
+@_call("cuEventDestroy", c_void_p)
+def _end_event(state: State, event: int) -> None:
+    state.get(event, Event)
+    del state.handles[event]
 
 
 # --- modules and launches

@@ -48,10 +48,23 @@ def run(
     spans: Spans | None = None,
     blocks: Array | None = None,
 ) -> None:
-    """Runs all thread blocks, or those of these numbers (x fastest). KernelFault on a wrong access.
+    """Runs all thread blocks, or those of these numbers (x fastest). KernelFault on a wrong access, or when it waits.
 
     `spans` is what the kernel may touch, by default all that is allocated.
     """
+    for _ in running(program, grid, params, memory, spans, blocks):
+        raise KernelFault(f"kernel {program.kernel.name} waits for what nobody writes")
+
+
+def running(
+    program: Program,
+    grid: Grid,
+    params: bytes,
+    memory: Memory,
+    spans: Spans | None = None,
+    blocks: Array | None = None,
+) -> Iterator[None]:
+    """As run, but stops each time that some of its threads sleep, to go on when another GPU has done something."""
     kernel = program.kernel
     if grid.threads % 32 or (kernel.threads and grid.threads != kernel.threads):
         raise KernelFault(f"kernel {kernel.name} runs with {grid.threads} threads a block, expected {kernel.threads}")
@@ -60,9 +73,8 @@ def run(
     chosen = np.arange(math.prod(grid.blocks)) if blocks is None else blocks
     shared = kernel.static_shared + grid.shared
     step = max(1, min(_MAX_LANES // grid.threads, _MAX_SHARED // max(shared, 1)))
-    with np.errstate(all="ignore"):
-        for start in range(0, len(chosen), step):
-            Machine(program, grid, params, memory, spans or memory.spans, chosen[start : start + step]).run()
+    for start in range(0, len(chosen), step):
+        yield from Machine(program, grid, params, memory, spans or memory.spans, chosen[start : start + step]).run()
 
 
 class Machine(WarpOps):
@@ -81,6 +93,7 @@ class Machine(WarpOps):
         self.special = self._specials()
         self.at_block = 0
         self.where: Array | None = None  # the block of each lane, when they differ
+        self.slept = False
         self.tensor, self.copies = Tensor(self), Copies(self)
         self.barriers, self.tiles = Barriers(self), Tiles(self)
 
@@ -101,20 +114,34 @@ class Machine(WarpOps):
 
     # --- control flow
 
-    def run(self) -> None:
-        """Runs these blocks to their end."""
+    def run(self) -> Iterator[None]:
+        """Runs these blocks to their end, with a stop whenever nothing is left to do but what sleeps."""
         waiting: list[Machine] = [self]
-        steps = 0
+        steps = asleep = 0
         while waiting:
             machine = waiting.pop()
             while not machine.ended:
                 steps += 1
                 if steps > _MAX_STEPS:
                     raise KernelFault(f"kernel {self.program.kernel.name} does not end")
-                parts = machine.step()
+                with np.errstate(all="ignore"):
+                    parts = machine.step()
+                if machine.slept:
+                    machine.slept = False
+                    waiting[:0] = parts or [machine]
+                    asleep += 1
+                    if asleep >= 2 * len(waiting):  # what it waits for may be looked at before or behind a sleep
+                        yield
+                        asleep = 0
+                    break
                 if parts:
                     waiting.extend(parts)
                     break
+
+    def sleep(self, mask: Array | None) -> None:
+        """nanosleep"""
+        at = self.active(mask)
+        self.slept = self.slept or at is None or at.size > 0
 
     @property
     def ended(self) -> bool:

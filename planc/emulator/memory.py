@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -114,6 +114,8 @@ class Memory:
         self._next = _GUARD
         self._typed = {size: np.frombuffer(self._map, kind) for size, kind in CARRIERS.items()}
         self._spans: Spans | None = None
+        self.peers: list[Memory] = []  # of other devices, that this one's kernels may touch
+        self.stores = 0  # that were done
 
     def alloc(self, nbytes: int, name: str = "") -> int:
         """The address of fresh memory. OutOfMemory when the device has less left."""
@@ -150,9 +152,11 @@ class Memory:
 
     @property
     def spans(self) -> Spans:
-        """Everything that is allocated."""
-        if self._spans is None:
-            rows = [(a, a + n, f"an allocation of {n} bytes") for a, n in self.allocations.items()]
+        """Everything that is allocated, here and on the devices whose memory can be touched from here."""
+        if self._spans is None or self.peers:
+            rows = [
+                (a, a + n, f"an allocation of {n} bytes") for m in (self, *self.peers) for a, n in m.allocations.items()
+            ]
             self._spans = Spans(rows)
         return self._spans
 
@@ -176,6 +180,11 @@ class Memory:
     def take(self, addresses: Array, size: int) -> Array:
         """Elements of `size` bytes as their carrier type. The caller has checked them."""
         addresses = addresses & _PLAIN
+        if self.peers and not self._own(addresses).all():
+            values = np.empty(addresses.size, CARRIERS[size])
+            for memory, lanes in self._apart(addresses):
+                values[lanes] = memory.take(addresses[lanes], size)
+            return values
         if self.watcher is not None:
             self.watcher.read(addresses, size)
         return self._typed[size][self._index(addresses, size)]
@@ -183,9 +192,28 @@ class Memory:
     def store(self, addresses: Array, values: Array, size: int) -> None:
         """Writes elements of `size` bytes; where addresses repeat, one of them wins."""
         addresses = addresses & _PLAIN
+        if self.peers and not self._own(addresses).all():
+            for memory, lanes in self._apart(addresses):
+                memory.store(addresses[lanes], values if values.size == 1 else values[lanes], size)
+            return
+        self.stores += 1
         if self.watcher is not None:
             self.watcher.write(addresses, size)
         self._typed[size][self._index(addresses, size)] = values
+
+    def _own(self, addresses: Array) -> Array:
+        return (addresses >= np.uint64(self.base)) & (addresses < np.uint64(self.base + len(self._map)))
+
+    def _apart(self, addresses: Array) -> Iterator[tuple[Memory, Array]]:
+        """The lanes of each device's memory. Its own launches are what a watcher of memory watches, not its peers'."""
+        for memory in (self, *self.peers):
+            lanes = np.flatnonzero(memory._own(addresses))
+            if lanes.size:
+                watcher, memory.watcher = memory.watcher, memory.watcher if memory is self else None
+                try:
+                    yield memory, lanes
+                finally:
+                    memory.watcher = watcher
 
     def _index(self, addresses: Array, size: int) -> Array:
         offsets = addresses - np.uint64(self.base)

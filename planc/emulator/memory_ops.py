@@ -14,14 +14,16 @@ _VECTORS = {"v2": 2, "v4": 4, "v8": 8}
 
 
 def space_of(ins: Instruction) -> str:
-    """The memory that an instruction names: global, shared or param."""
+    """The memory that an instruction names: global, shared or param. Generic addresses are those of global memory."""
     for part in ins.parts[1:]:
         space, _, detail = part.partition("::")
         if space in ("global", "shared", "param"):
             if detail == "cluster":
                 raise Refused("memory of another block of the cluster")
             return space
-    raise Refused("generic, local or constant memory")
+        if space in ("local", "const"):
+            raise Refused(f"{space} memory")
+    return "global"
 
 
 def _check(ins: Instruction, *known: str) -> None:
@@ -186,6 +188,11 @@ def _nothing(code: Code, ins: Instruction) -> None:
     """What only orders memory, or hints at caches: lanes go in step."""
 
 
+def _sleep(code: Code, ins: Instruction) -> None:
+    """A kernel sleeps while it waits for what another GPU writes."""
+    code.line(f"m.sleep({code.guard})")
+
+
 def _policy(code: Code, ins: Instruction) -> None:
     code.write(ins.operands[0], code.constant(0, "u64"), "u64")
 
@@ -194,5 +201,5 @@ RULES: dict[str, Callable[[Code, Instruction], None]] = {
     "ld": _ld, "st": _st, "atom": _atomic, "red": _atomic, "cp": _cp, "mbarrier": _mbarrier, "tensormap": _tensormap,
     "cvta": _cvta, "createpolicy": _policy, "membar": _nothing, "fence": _nothing, "prefetch": _nothing,
     "prefetchu": _nothing, "discard": _nothing, "applypriority": _nothing, "griddepcontrol": _nothing,
-    "setmaxnreg": _nothing, "nanosleep": _nothing,
+    "setmaxnreg": _nothing, "nanosleep": _sleep,
 }  # fmt: skip

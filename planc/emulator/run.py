@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,9 +29,11 @@ from planc.emulator.ranks import EmulatedRanks
 from planc.errors import PlancError
 from planc.plans import launches
 from planc.plans.launches import LaunchPlan
+from planc.plans.ranks import SHARED
 from planc.plans.schema import Plan
 from planc.runtime.batch import Batch
-from planc.runtime.cuda import Arenas, Collective, CudaExecutor, allocate, opened
+from planc.runtime.cuda import CudaExecutor, allocate, opened
+from planc.runtime.cuda_ranks import CudaRanks
 
 _MEMORY = 80 << 30  # of a device whose own size does not matter; only what is used takes host memory
 EMULATED = (80, 86, 89, 90, 120, 121)  # compute capabilities whose PTX the emulator runs
@@ -77,20 +79,17 @@ def emulated(
     A wrong access, launch or order raises PlancError from the executor's step, naming kernel, thread and instruction.
     """
     held = launches.load(root)
-    texts, gpu, ranks = _texts(root, held), device or device_of(held.sm), plan.limits.ranks
+    texts, gpu, ranks = texts_of(root, held), device or device_of(held.sm), plan.limits.ranks
     states = [State(gpu, texts, seed + rank, check_order) for rank in range(ranks)]
-    with driver.active(*states), ExitStack() as opened_executors:
-        executors = []
-        for rank, state in enumerate(states):
-            executor = CudaExecutor(root, plan, num_blocks, rank, rank, _not_alone if ranks > 1 else None)
-            opened_executors.callback(executor.close)
-            _watch(state, executor)
-            executors.append(executor)
-        yield Emulated(EmulatedRanks(executors, states) if ranks > 1 else executors[0], states[0])
-
-
-def _not_alone(collective: Collective) -> None:
-    raise PlancError(f"{collective.op} needs all ranks; step them together")
+    with driver.active(*states):
+        executor = CudaRanks(root, plan, num_blocks) if ranks > 1 else CudaExecutor(root, plan, num_blocks)
+        with closing(executor):
+            of_ranks = executor.executors if isinstance(executor, CudaRanks) else [executor]
+            for state, one in zip(states, of_ranks, strict=True):
+                reached = [e for s, e in zip(states, of_ranks, strict=True) if s.memory in state.memory.peers]
+                _watch(state, one, reached)
+            whole = EmulatedRanks(executor, states) if isinstance(executor, CudaRanks) else executor
+            yield Emulated(whole, states[0])
 
 
 def allocated(root: Path, plan: Plan, num_blocks: int, device: Device | None = None) -> int:
@@ -113,7 +112,7 @@ def run_emulated(
         return [device.executor.step(batch).copy() for batch in batches]
 
 
-def _texts(root: Path, held: LaunchPlan) -> dict[str, str]:
+def texts_of(root: Path, held: LaunchPlan) -> dict[str, str]:
     """PTX by the sha256 of its cubin."""
     texts = {}
     for binary in held.binaries:
@@ -125,16 +124,28 @@ def _texts(root: Path, held: LaunchPlan) -> dict[str, str]:
     return texts
 
 
-def _watch(state: State, executor: CudaExecutor) -> None:
+def _watch(state: State, executor: CudaExecutor, others: Sequence[CudaExecutor]) -> None:
     """Tells the GPU what each launch may touch, and what no launch writes."""
     graphs = executor.graphs().items()
-    state.reach = {handle: [_reach(executor.arenas, x) for x in part] for handle, part in graphs}
+    state.reach = {handle: [_reach(executor, x, others) for x in step] for handle, step in graphs}
     state.unwatched = (executor.arenas.start["weights"],)
 
 
-def _reach(arenas: Arenas, launch: launches.Launch) -> Reach:
-    names = [(n, str(a.value)) for n, a in enumerate(launch.args) if a.kind == "buffer"]
-    return Reach([Pointer(n, *arenas.span(name), f"buffer {name}") for n, name in names])
+def _reach(executor: CudaExecutor, launch: launches.Launch, others: Sequence[CudaExecutor]) -> Reach:
+    """The buffers of a launch's arguments. A collective finds where its peers' begin in what ranks share, and reaches
+    the same buffers there.
+    """
+    names = {n: str(a.value) for n, a in enumerate(launch.args) if a.kind == "buffer"}
+    own = [Pointer(n, *executor.arenas.span(name), f"buffer {name}") for n, name in names.items()]
+    if SHARED not in names.values():
+        return Reach(own)
+    theirs = [
+        Pointer(-1 if name == SHARED else n, *other.arenas.span(name), f"buffer {name} of rank {other.rank}")
+        for other in (executor, *others)
+        for n, name in names.items()
+        if other is not executor or name == SHARED
+    ]
+    return Reach(own, theirs)
 
 
 @lru_cache(maxsize=256)

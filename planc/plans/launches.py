@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from planc.errors import PlancError
+from planc.plans.ranks import SHARED
 
 LAUNCHES = "kernels/launches.json"
-ARENAS = ("weights", "kv", "act", "io")
+ARENAS = ("weights", "kv", "act", "io", SHARED)  # the last of plans of several ranks alone
 INPUTS = ("ids", "positions", "slots", "page_table", "query_start", "logit_rows")  # the buffers of `io`, all int32
-COLLECTIVES = ("all_reduce", "all_gather")  # launches that no kernel of the plan runs, but the library of the ranks
 KV = "kv"  # the one buffer of the arena kv, whose size the executor decides
 FORMATS = {"buffer": "<Q", "i32": "<i", "i64": "<q", "f32": "<f"}
 
@@ -70,8 +70,8 @@ class Arg:
 class Launch:
     """One kernel on a grid; `deps` are indices of launches before it that must have ended.
 
-    A collective of all ranks has its op's name in the place of a kernel's, and the arguments: a rank's part, where the
-    result goes (of all_gather: the parts one behind the other), the elements of a part, all f32.
+    A collective, which all ranks launch, has the arguments: a rank's part, where the result goes (of all_gather: the
+    parts one behind the other), the elements of a part, all f32, and the memory that ranks share.
     """
 
     kernel: str
@@ -210,9 +210,6 @@ def _buffer_problems(plan: LaunchPlan, buffer: Buffer) -> Iterator[str]:
 def _launch_problems(plan: LaunchPlan, index: int, launch: Launch, fitting: set[tuple[int, int]]) -> Iterator[str]:
     if not all(isinstance(d, int) and 0 <= d < index for d in launch.deps):
         yield f"{launch.kernel} depends on {list(launch.deps)}, expected launches before it"
-    if launch.kernel in COLLECTIVES:
-        yield from _collective_problems(plan, launch)
-        return
     binary = plan.binary.get(launch.kernel)
     if binary is None:
         yield f"there is no kernel {launch.kernel!r}"
@@ -232,15 +229,6 @@ def _launch_problems(plan: LaunchPlan, index: int, launch: Launch, fitting: set[
             yield f"argument {number} of {launch.kernel}: there is no buffer {arg.value!r}"
         else:
             fitting.add((id(arg), size))
-
-
-def _collective_problems(plan: LaunchPlan, launch: Launch) -> Iterator[str]:
-    kinds = tuple(a.kind for a in launch.args)
-    if kinds != ("buffer", "buffer", "i64"):
-        yield f"{launch.kernel} has arguments {', '.join(kinds)}, expected two buffers and a count"
-    for arg in launch.args[:2]:
-        if arg.value not in plan.buffer:
-            yield f"{launch.kernel}: there is no buffer {arg.value!r}"
 
 
 def _binary(b: Binary) -> list[Any]:

@@ -2,15 +2,15 @@
 
 It holds the plan's cubins, one CUDA graph a bucket, and the arenas in device memory. A step copies its batch in,
 launches the graph of the smallest bucket that holds it, and copies out the logits, or the tokens that were chosen
-where they are. It needs a driver and cuda.bindings.
+where they are. It needs a driver and cuda.bindings. Of a plan of several ranks it is one, for cuda_ranks.py.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planc.errors import PlancError
-from planc.plans import launches, sampling
+from planc.plans import launches, ranks, sampling
 from planc.plans.launches import INPUTS, KV, Binary, Launch, LaunchPlan, StepGraph
+from planc.plans.ranks import SHARED
 from planc.plans.schema import Plan
 from planc.runtime.batch import Batch, Int32
 from planc.runtime.cpu import check_file, check_paths
@@ -33,32 +34,39 @@ _FLAGS = {
     KV: "lower --kv-cache-memory-bytes or --memory-utilization",
     "act": "build the plan with a smaller --max-num-batched-tokens",
     "io": "build the plan with a smaller --max-num-seqs",
+    SHARED: "build the plan with a smaller --max-num-batched-tokens",
 }
-_WHAT = {"weights": "the weights", KV: "the KV cache", "act": "activations", "io": "the inputs of a step"}
+_WHAT = {
+    "weights": "the weights",
+    KV: "the KV cache",
+    "act": "activations",
+    "io": "the inputs of a step",
+    SHARED: "what ranks share",
+}
 
 
 def arena_bytes(plan: LaunchPlan, kv_bytes: int) -> dict[str, int]:
     """Device memory that an executor takes, by arena, with a KV cache of so many bytes."""
-    sizes = {name: plan.arenas.get(name, 0) for name in launches.ARENAS}
+    sizes = {name: plan.arenas.get(name, 0) for name in launches.ARENAS if name != SHARED or SHARED in plan.arenas}
     return sizes | {KV: kv_bytes}
 
 
-def kv_memory(root: Path, plan: Plan, utilization: float) -> int:
+def kv_memory(root: Path, plan: Plan, utilization: float, device: int = 0) -> int:
     """Bytes for the KV cache: a share of the GPU's memory, less what others hold and what the model itself takes.
 
     PlancError when there is no GPU, or the plan is for another one.
     """
     held = launches.load(root)
-    with opened(held, plan.target) as gpu:
+    with opened(held, plan.target, device) as gpu:
         free, total = gpu.memory()
     taken = sum(arena_bytes(held, 0).values())
     return int(total * utilization) - (total - free) - taken
 
 
 @contextmanager
-def opened(held: LaunchPlan, target: str) -> Iterator[Gpu]:
+def opened(held: LaunchPlan, target: str, device: int = 0) -> Iterator[Gpu]:
     """The GPU that a plan is for, given back in the end."""
-    gpu = Gpu(Driver(), held.sm, target)
+    gpu = Gpu(Driver(), held.sm, target, device)
     try:
         yield gpu
     finally:
@@ -74,43 +82,11 @@ def allocate(gpu: Gpu, plan: LaunchPlan, kv_bytes: int) -> Arenas:
 
 
 @dataclass(frozen=True)
-class Collective:
-    """A launch of all ranks: its op, where this rank's part lies, where the result goes, the f32 elements of a part."""
-
-    op: str
-    source: int
-    target: int
-    count: int
-
-
-@dataclass(frozen=True)
-class Part:
-    """Launches of a bucket without a collective among them, `launches`, as a graph that can be launched."""
-
-    launches: tuple[Launch, ...]
-    exec: Any
-
-
-@dataclass(frozen=True)
 class _Graph:
-    """A bucket that is ready to run: graphs, and the collectives between them."""
+    """A bucket that is ready to run."""
 
     step: StepGraph
-    parts: tuple[Part | Collective, ...]
-
-
-def _cut(step: StepGraph) -> list[tuple[Launch, ...]]:
-    """A bucket's launches in pieces, each collective a piece; the stream keeps the pieces in order."""
-    pieces: list[list[Launch]] = [[]]
-    place: dict[int, tuple[int, int]] = {}  # launch -> its piece, and its place there
-    for number, launch in enumerate(step.launches):
-        if launch.kernel in launches.COLLECTIVES:
-            pieces += [[launch], []]
-            continue
-        deps = tuple(place[d][1] for d in launch.deps if d in place and place[d][0] == len(pieces))
-        place[number] = len(pieces), len(pieces[-1])
-        pieces[-1].append(replace(launch, deps=deps))
-    return [tuple(p) for p in pieces if p]
+    exec: Any
 
 
 @dataclass
@@ -136,25 +112,17 @@ class CudaExecutor:
     """Runs a plan's graphs on one GPU. PlancError when it has no driver, another GPU or too little memory, or when a
     file is missing or corrupt.
 
-    Of a plan of several ranks it runs one; `together` has all ranks take part in a collective.
+    Of a plan of several ranks it runs `rank`; the others must run at the same time, see cuda_ranks.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        plan: Plan,
-        num_blocks: int,
-        device: int = 0,
-        rank: int = 0,
-        together: Callable[[Collective], None] | None = None,
-    ) -> None:
-        _check(root, plan, together is not None)
-        self.rank, self._together = rank, together
+    def __init__(self, root: Path, plan: Plan, num_blocks: int, device: int = 0, rank: int = 0) -> None:
+        _check(root, plan)
+        self.rank = rank
         self.num_blocks, self.block_size = num_blocks, plan.kv.block_size
         self.vocab_size = plan.limits.vocab_size
         self.plan = launches.load(root)
         self.samples = sampling.SAMPLED in self.plan.buffer
-        self._root, self._manifest = root, plan
+        self._root, self._manifest, self._where = root, plan, "a step"
         self._gpu: Gpu | None = Gpu(Driver(), self.plan.sm, plan.target, device)
         try:
             self._load(num_blocks * plan.kv.page_bytes)
@@ -175,10 +143,9 @@ class CudaExecutor:
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
         """Run one step; logits [R, vocab_size], overwritten by the next one."""
-        for collective in self.run(batch):
-            assert self._together is not None
-            self._together(collective)
-        return self._logits[: len(batch.logit_rows)]
+        self.launch(batch)
+        self.finish()
+        return self.logits(len(batch.logit_rows))
 
     def sample_step(
         self, batch: Batch, records: Int32, *, with_logits: bool = False
@@ -187,28 +154,25 @@ class CudaExecutor:
         logit [R, 2], and logits [R, vocab_size]: those of rows whose record says HOST, or of all `with_logits`, in
         which penalties and biases have been applied.
         """
-        for collective in self.run(batch, records, with_logits):
-            assert self._together is not None
-            self._together(collective)
-        rows = len(records)
-        return self.sampled(rows), self._logits[:rows]
+        self.launch(batch, records, with_logits)
+        self.finish()
+        return self.sampled(len(records)), self.logits(len(records))
 
-    def run(self, batch: Batch, records: Int32 | None = None, with_logits: bool = False) -> Iterator[Collective]:
-        """Runs one step as far as the next collective, which the caller has done; `logits` and `sampled` then have what
-        it gave."""
+    def launch(self, batch: Batch, records: Int32 | None = None, with_logits: bool = False) -> None:
+        """Starts one step, as step or sample_step run it; after `finish`, `logits` and `sampled` have what it gave.
+
+        Of several ranks only the first copies that out: all have the same.
+        """
         gpu = self._opened()
         gpu.enter()
         graph = self._fitting(batch)
         self._stage(batch, graph.step)
         self._stage_records(records, graph.step)
-        where = f"the step of {graph.step.tokens} tokens and {graph.step.seqs} sequences"
-        for part in graph.parts:
-            if isinstance(part, Collective):
-                yield part
-                gpu.enter()
-            else:
-                gpu.run(where, "cuGraphLaunch", part.exec, gpu.stream)
+        self._where = where = f"the step of {graph.step.tokens} tokens and {graph.step.seqs} sequences"
+        gpu.run(where, "cuGraphLaunch", graph.exec, gpu.stream)
         rows = len(batch.logit_rows)
+        if self.rank:
+            return
         if records is None or with_logits:
             self._copy_logits(where, 0, rows)
         else:
@@ -216,7 +180,12 @@ class CudaExecutor:
                 self._copy_logits(where, start, stop)
         if records is not None and rows:
             gpu.copy_out(where, self.sampled(rows), self.arenas.address(sampling.SAMPLED))
-        gpu.synchronize(where)
+
+    def finish(self) -> None:
+        """Waits for the step that was launched last."""
+        gpu = self._opened()
+        gpu.enter()
+        gpu.synchronize(self._where)
 
     def _copy_logits(self, where: str, start: int, stop: int) -> None:
         """Enqueues a copy of some rows of logits to the host."""
@@ -232,16 +201,21 @@ class CudaExecutor:
         """The logits of the last step, [rows, vocab_size]."""
         return self._logits[:rows]
 
-    def synchronize(self) -> None:
-        """Waits for all that was launched."""
-        gpu = self._opened()
+    def share(self, acts: Sequence[int], shared: Sequence[int]) -> None:
+        """Tells this rank where each rank's activations begin, and what it shares; before the first step of any."""
+        gpu, target = self._opened(), self.arenas.start[SHARED]
         gpu.enter()
-        gpu.synchronize("a step")
+        head = ranks.table(self.rank, acts, shared).ljust(ranks.STAGING, b"\0")  # and nobody has met anybody yet
+        gpu.run("telling ranks of each other", "cuMemcpyHtoD", target, head, len(head))
 
     def graphs(self) -> Mapping[int, tuple[Launch, ...]]:
         """Launches by the driver's handle of their graph, for tools that watch them."""
-        parts = [part for graph in self._graphs for part in graph.parts]
-        return {int(p.exec): p.launches for p in parts if isinstance(p, Part)}
+        return {int(graph.exec): graph.step.launches for graph in self._graphs}
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU that it runs on."""
+        return self._opened()
 
     def close(self) -> None:
         """Give everything on the GPU back."""
@@ -264,39 +238,20 @@ class CudaExecutor:
             image = path.read_bytes()
         except OSError as e:
             raise PlancError(f"{path} cannot be read ({e.strerror}). Build the plan again.") from None
-        function = gpu.function(f"loading kernel {binary.name}", image, binary.entry)
-        if binary.shared > _PLAIN_SHARED:
-            attribute = gpu.api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            doing = f"giving kernel {binary.name} {binary.shared} bytes of shared memory"
-            gpu.run(doing, "cuFuncSetAttribute", function, attribute, binary.shared)
-        return function
+        return load_function(gpu, binary, image)
 
     def _graph(self, step: StepGraph) -> _Graph:
-        """All of a bucket, cut at its collectives."""
-        parts: list[Part | Collective] = []
-        for piece in _cut(step):
-            if piece[0].kernel in launches.COLLECTIVES:
-                parts.append(self._collective(piece[0]))
-            else:
-                parts.append(self._part(f"the graph of {step.tokens} tokens and {step.seqs} sequences", piece))
-        return _Graph(step, tuple(parts))
-
-    def _collective(self, launch: Launch) -> Collective:
-        source, target = (self.arenas.address(str(a.value)) + a.offset for a in launch.args[:2])
-        return Collective(launch.kernel, source, target, int(launch.args[2].value))
-
-    def _part(self, where: str, piece: tuple[Launch, ...]) -> Part:
         """A CUDA graph with a kernel node for each launch, and an edge for each dependency."""
-        gpu = self._opened()
+        gpu, where = self._opened(), f"the graph of {step.tokens} tokens and {step.seqs} sequences"
         nodes: list[Any] = []
         handle = gpu.graph()
-        for launch in piece:
+        for launch in step.launches:
             before = [nodes[d] for d in launch.deps]
-            with _parameters(gpu.api, self.plan.binary[launch.kernel], launch, self.arenas) as params:
+            with kernel_node(gpu.api, self.plan.binary[launch.kernel], launch, self.arenas) as params:
                 params.func = self._functions[launch.kernel]
                 doing = f"adding kernel {launch.kernel} to {where}"
                 nodes.append(gpu.run(doing, "cuGraphAddKernelNode", handle, before, len(before), params))
-        return Part(piece, gpu.instantiate(where, handle))
+        return _Graph(step, gpu.instantiate(where, handle))
 
     def _staged(self, name: str) -> NDArray[np.int32]:
         """Pinned memory for an input of the largest step."""
@@ -375,8 +330,18 @@ def _runs(wanted: NDArray[np.bool_]) -> list[tuple[int, int]]:
     return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
 
+def load_function(gpu: Gpu, binary: Binary, image: bytes) -> Any:
+    """A kernel of a cubin, with the shared memory that it needs."""
+    function = gpu.function(f"loading kernel {binary.name}", image, binary.entry)
+    if binary.shared > _PLAIN_SHARED:
+        attribute = gpu.api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        doing = f"giving kernel {binary.name} {binary.shared} bytes of shared memory"
+        gpu.run(doing, "cuFuncSetAttribute", function, attribute, binary.shared)
+    return function
+
+
 @contextmanager
-def _parameters(api: Any, binary: Binary, launch: Launch, arenas: Arenas) -> Iterator[Any]:
+def kernel_node(api: Any, binary: Binary, launch: Launch, arenas: Arenas) -> Iterator[Any]:
     """A kernel node's parameters. The driver copies them when the node is made, so they live no longer than that.
 
     Each argument goes by its own pointer: where it lies in the kernel's parameter memory is the driver's matter.
@@ -394,15 +359,10 @@ def _parameters(api: Any, binary: Binary, launch: Launch, arenas: Arenas) -> Ite
     del pointers, places  # kept alive until here
 
 
-def _check(root: Path, plan: Plan, together: bool) -> None:
+def _check(root: Path, plan: Plan) -> None:
     if not plan.is_cuda:
         raise PlancError(f"the plan is for {plan.target}; the CUDA executor runs plans for cuda targets")
     check_paths(root, plan)
-    if plan.limits.ranks > 1 and not together:
-        raise PlancError(
-            f"the plan is for {plan.limits.ranks} ranks; this runtime serves CUDA plans of one GPU. Build it with "
-            "--tp 1; planc verify --emulate checks this one."
-        )
     if not plan.has_weights:
         raise PlancError(f"{root} was built with --weights none; `planc pack` adds the weights.")
     check_file(root, plan, launches.LAUNCHES)

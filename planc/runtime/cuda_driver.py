@@ -39,6 +39,14 @@ class Driver:
         except ImportError as e:
             raise PlancError(f"a CUDA plan needs cuda.bindings ({e}); pip install 'planc[cuda]'") from None
 
+    def start(self, target: str) -> int:
+        """Starts the driver for a plan's target; how many GPUs it has."""
+        try:
+            self.run("starting the driver", "cuInit", 0)
+        except DriverError as e:
+            raise PlancError(f"the plan is for {target}, but {e}; nvidia-smi says more about this machine") from None
+        return int(self.run("counting GPUs", "cuDeviceGetCount"))
+
     def run(self, doing: str, name: str, *args: Any) -> Any:
         """The result of a call; DriverError names what was being done and what the driver says."""
         code, *results = getattr(self.api, name)(*args)
@@ -57,25 +65,17 @@ class Gpu:
     def __init__(self, driver: Driver, sm: int, target: str, device: int = 0) -> None:
         self.api, self.run = driver.api, driver.run
         self._held: list[tuple[str, Any]] = []  # what close gives back, with the call that does
-        self._start(target)
-        self.device = self._device(device)
+        self.device = self._device(device, driver.start(target))
         self.name = self.run("asking for the GPU's name", "cuDeviceGetName", 256, self.device)
         self.name = self.name.partition(b"\0")[0].decode(errors="replace")
         self._check(sm, target)
-        self._context = self.run(f"opening {self.name}", "cuDevicePrimaryCtxRetain", self.device)
+        self.context = self.run(f"opening {self.name}", "cuDevicePrimaryCtxRetain", self.device)
         self._held.append(("cuDevicePrimaryCtxRelease", self.device))
         self.enter()
         self.stream = self.run("making a stream", "cuStreamCreate", 1)  # does not wait for the default stream
         self._held.append(("cuStreamDestroy", self.stream))
 
-    def _start(self, target: str) -> None:
-        try:
-            self.run("starting the driver", "cuInit", 0)
-        except DriverError as e:
-            raise PlancError(f"the plan is for {target}, but {e}; nvidia-smi says more about this machine") from None
-
-    def _device(self, ordinal: int) -> Any:
-        count = self.run("counting GPUs", "cuDeviceGetCount")
+    def _device(self, ordinal: int, count: int) -> Any:
         if ordinal >= count:
             raise PlancError(f"GPU {ordinal} was asked for, this machine has {count}; see CUDA_VISIBLE_DEVICES")
         return self.run(f"finding GPU {ordinal}", "cuDeviceGet", ordinal)
@@ -96,7 +96,21 @@ class Gpu:
 
     def enter(self) -> None:
         """Makes this GPU the current one of the calling thread."""
-        self.run(f"opening {self.name}", "cuCtxSetCurrent", self._context)
+        self.run(f"opening {self.name}", "cuCtxSetCurrent", self.context)
+
+    def reaches(self, other: Gpu) -> bool:
+        """Whether code that runs here can read and write the other's memory."""
+        doing = f"asking whether {self.name} reaches the memory of GPU {int(other.device)}"
+        return bool(self.run(doing, "cuDeviceCanAccessPeer", self.device, other.device))
+
+    def reach(self, other: Gpu) -> None:
+        """Lets code that runs here read and write the other's memory."""
+        self.enter()
+        try:
+            self.run(f"reaching the memory of GPU {int(other.device)}", "cuCtxEnablePeerAccess", other.context, 0)
+        except DriverError as e:
+            if e.code != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":
+                raise
 
     def memory(self) -> tuple[int, int]:
         """Free and total bytes."""
@@ -155,7 +169,7 @@ class Gpu:
     def close(self) -> None:
         """Gives everything back, the last first. A GPU that has failed refuses; its memory goes with the process."""
         if self._held:
-            self.api.cuCtxSetCurrent(self._context)
+            self.api.cuCtxSetCurrent(self.context)
         while self._held:
             name, handle = self._held.pop()
             getattr(self.api, name)(handle)

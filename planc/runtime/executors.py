@@ -12,16 +12,18 @@ from planc.runtime.ranks import RankedExecutor
 
 if TYPE_CHECKING:
     from planc.runtime.cuda import CudaExecutor
+    from planc.runtime.cuda_ranks import CudaRanks
 
 
 def open_executor(
     root: Path, plan: Plan, num_blocks: int, num_threads: int | None = None
-) -> CpuExecutor | RankedExecutor | CudaExecutor:
+) -> CpuExecutor | RankedExecutor | CudaExecutor | CudaRanks:
     """An executor of all ranks of the plan; `num_threads` are those of all ranks together, and no matter to a GPU."""
     if plan.is_cuda:
         from planc.runtime.cuda import CudaExecutor
+        from planc.runtime.cuda_ranks import CudaRanks
 
-        return CudaExecutor(root, plan, num_blocks)
+        return (CudaRanks if plan.limits.ranks > 1 else CudaExecutor)(root, plan, num_blocks)
     return open_on_cpu(root, plan, num_blocks, num_threads)
 
 
@@ -39,7 +41,8 @@ def kv_memory(root: Path, plan: Plan, utilization: float) -> int:
     """
     if plan.is_cuda:
         from planc.runtime.cuda import kv_memory as of_gpu
+        from planc.runtime.cuda_ranks import kv_memory as of_gpus
 
-        return of_gpu(root, plan, utilization)
+        return (of_gpus if plan.limits.ranks > 1 else of_gpu)(root, plan, utilization)
     taken = sum((root / name).stat().st_size for name in plan.weight_files if (root / name).exists())
     return (int(utilization * available_bytes()) - taken) // plan.limits.ranks - plan.program.arena_bytes

@@ -1,4 +1,4 @@
-"""The CUDA compiler: in go Triton kernels and an SM, out come `<name>.cubin` and `<name>.ptx`; it needs no GPU.
+"""The CUDA compiler: in go kernels and an SM, out come `<name>.cubin` and `<name>.ptx`; it needs no GPU.
 
 Binaries are cached across builds by kernel name and by a hash of all that makes their bytes: source, constants, types,
 options, SM, versions of the compilers.
@@ -28,7 +28,8 @@ Progress = Callable[[int, int, str], None]
 
 KERNELS = Path(__file__).parent / "kernels"
 _FORMAT = "2"  # of what the cache holds; a change makes every entry new
-_HIDDEN = 2  # parameters that Triton appends: pointers to its scratch and its profiler's, which no kernel of ours uses
+# Parameters that a compiler appends: Triton, pointers to its scratch and its profiler's, which no kernel of ours uses.
+_HIDDEN = {".py": 2, ".cu": 0}
 _PARTS = (".cubin", ".ptx", ".json")
 
 
@@ -61,8 +62,8 @@ def compile(
 
 def _place(kernel: TritonKernel, arch: int, tools: Toolchain, sources: Path) -> Path:
     """Where the cache keeps a kernel, without the suffix; the name holds a hash of all that makes its bytes."""
-    job = _job(kernel, arch, sources) | {"source": (sources / f"{kernel.source}.py").read_text()}
-    text = json.dumps([_FORMAT, *tools.versions, job], sort_keys=True)
+    job = _job(kernel, arch, sources) | {"source": (sources / f"{kernel.source}{kernel.suffix}").read_text()}
+    text = json.dumps([_FORMAT, *tools.versions(kernel.suffix), job], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:24]
     return cache_dir() / "kernels" / f"{kernel.name}-sm{arch}-{digest}.cubin"
 
@@ -73,7 +74,7 @@ def _cached(place: Path) -> bool:
 
 def _job(kernel: TritonKernel, arch: int, sources: Path) -> dict[str, Any]:
     return {
-        "source": str(sources / f"{kernel.source}.py"),
+        "source": str(sources / f"{kernel.source}{kernel.suffix}"),
         "function": kernel.function,
         "signature": dict(kernel.signature),
         "constants": dict(kernel.constants),
@@ -122,7 +123,7 @@ def _compile(name: str, job: dict[str, Any], place: Path, worker: Worker, tools:
     with _partial(place) as partial:
         try:
             answer = worker.compile(job | {"out": str(partial)})
-            binary = _binary(name, answer, len(job["signature"]), Path(f"{partial}.cubin").read_bytes())
+            binary = _binary(name, answer, job, Path(f"{partial}.cubin").read_bytes())
             counts = gate.instructions(Path(f"{partial}.cubin"), tools.disassembler)
         except PlancError as e:
             raise PlancError(f"kernel {name} does not compile for SM {job['arch']}: {e}") from e
@@ -146,15 +147,16 @@ def _partial(place: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _binary(name: str, answer: dict[str, Any], arguments: int, data: bytes) -> Binary:
+def _binary(name: str, answer: dict[str, Any], job: dict[str, Any], data: bytes) -> Binary:
     """What a launch needs. PlancError when the cubin does not have the parameters that the signature says."""
     entry = answer["entry"]
     if answer["scratch"]:
         raise PlancError(f"it asks for {answer['scratch']} B of scratch memory, which no launch provides")
     found = cubin.read(data).kernels[entry]
-    if len(found.params) != arguments + _HIDDEN:
-        raise PlancError(f"it has {len(found.params)} parameters, expected {arguments} and {_HIDDEN} of the compiler")
-    return Binary(name, entry, found.threads, answer["shared"], found.params, _HIDDEN)
+    arguments, hidden = len(job["signature"]), _HIDDEN[Path(job["source"]).suffix]
+    if len(found.params) != arguments + hidden:
+        raise PlancError(f"it has {len(found.params)} parameters, expected {arguments} and {hidden} of the compiler")
+    return Binary(name, entry, found.threads, answer["shared"], found.params, hidden)
 
 
 def _fetch(kernel: TritonKernel, arch: int, place: Path, folder: Path) -> Binary:

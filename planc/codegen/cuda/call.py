@@ -39,6 +39,8 @@ class TritonKernel:
     `signature` maps each run-time argument to Triton's name of its type, `constants` every other argument to its
     value; together they are all arguments of the function. `aligned` are run-time arguments that are multiples of 16
     (bytes for a pointer), which allows 16-byte accesses.
+
+    With the suffix `.cu` the source is CUDA C++, `constants` are its macros, and nothing else specialises it.
     """
 
     name: str
@@ -49,6 +51,7 @@ class TritonKernel:
     aligned: frozenset[str] = field(compare=False)
     num_warps: int = field(compare=False)
     num_stages: int = field(compare=False)
+    suffix: str = field(default=".py", compare=False)
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,7 @@ def kernel(
     aligned: frozenset[str] = frozenset(),
     num_warps: int = 4,
     num_stages: int = 3,
+    suffix: str = ".py",
 ) -> TritonKernel:
     """A kernel whose name is made from all of the arguments."""
     tags = [f"{_short(name)}{_text(value)}" for name, value in constants.items() if value is not None]
@@ -196,12 +200,13 @@ def kernel(
         *(f"{n}:{t}" for n, t in signature.items()),
         *(f"{n}={v!r}" for n, v in constants.items()),
     ]
-    parts += [*sorted(aligned), f"w{num_warps}", f"s{num_stages}"]
+    parts += [*sorted(aligned), f"w{num_warps}", f"s{num_stages}", *([suffix] if suffix != ".py" else [])]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
-    types = "".join(dict.fromkeys(t.removeprefix("*") for t in signature.values() if t.startswith("*")))
-    readable = re.sub(r"\W", "_", "_".join([function, types, *tags, f"w{num_warps}"]))
+    elements = "".join(dict.fromkeys(t.removeprefix("*") for t in signature.values() if t.startswith("*")))
+    readable = re.sub(r"\W", "_", "_".join([function, elements, *tags, f"w{num_warps}"]))
     name = f"{readable[: _NAME_LIMIT - 13]}_{digest}"
-    return TritonKernel(name, source, function, dict(signature), dict(constants), aligned, num_warps, num_stages)
+    types, numbers = dict(signature), dict(constants)
+    return TritonKernel(name, source, function, types, numbers, aligned, num_warps, num_stages, suffix)
 
 
 def _short(name: str) -> str:

@@ -1,13 +1,56 @@
-"""Calls around collectives: in goes an all_gather with its types, out come the kernels that place the ranks' parts."""
+"""Collectives of ranks as calls: in goes an all_reduce or all_gather with its types, out come its kernels.
+
+One kernel has all ranks take part, each the same launch on its own GPU; what is gathered then goes to its columns.
+"""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from planc.codegen.cuda.call import Bucket, Call, cdiv, i32, kernel, pointer, scratch, value
+from planc.codegen.cuda.call import Bucket, Call, Ref, TritonKernel, cdiv, i32, kernel, pointer, scratch, value
 from planc.compiler.ir.graph import Node
 from planc.compiler.ir.types import TensorType
+from planc.errors import PlancError
+from planc.plans import ranks as shared
+from planc.plans.ranks import SHARED
 
-GATHERED = "gathered"  # scratch with the parts of all ranks, one behind the other, as NCCL gathers them
+GATHERED = "gathered"  # scratch with the parts of all ranks, one behind the other
 _BLOCK = 1024
+_PATIENCE = 1 << 26  # looks at a flag, some 20 s: far longer than a rank can be late, so the rank is gone
+_SLEEP = 20  # nanoseconds between two looks
+
+
+def calls(node: Node, types: Mapping[str, TensorType], bucket: Bucket) -> tuple[Call, ...]:
+    """The call of all ranks, and behind an all_gather those that place the ranks' parts.
+
+    PlancError when there are more ranks than the memory that they share has places for.
+    """
+    ranks, count = int(node.attr("ranks")), elements(node, types, bucket)  # type: ignore[arg-type]
+    if ranks > shared.MOST:
+        raise PlancError(f"a CUDA plan has at most {shared.MOST} ranks, got {ranks}; build it with a smaller --tp")
+    placed = places(node, types, bucket) if node.op == "all_gather" else ()
+    result = scratch(GATHERED) if placed else value(node.out.name)
+    made = Call(
+        _kernel(node.op, count, ranks),
+        (shared.blocks(count), 1, 1),
+        (value(node.inputs[0]), result, Ref("i64", count), value(SHARED)),
+        reads=(node.inputs[0],),
+        writes=(str(result.value), SHARED),
+        scratch=placed[0].scratch if placed else {},
+    )
+    return (made, *placed)
+
+
+_SIGNATURE = {"x": "*fp32", "y": "*fp32", "count": "i64", "shared": "*u8"}
+_WARPS = shared.THREADS // 32
+
+
+def _kernel(op: str, count: int, ranks: int) -> TritonKernel:
+    """The kernel of an op that moves `count` elements a rank."""
+    shots = {True: "_one_shot", False: "_two_shot"}[shared.in_one_shot(count, ranks)] if op == "all_reduce" else ""
+    names = ("MOST", "THREADS", "PART", "EPOCHS", "FLAGS", "STAGING")
+    macros = {name: getattr(shared, name) for name in names} | {"PATIENCE": _PATIENCE, "SLEEP": _SLEEP}
+    made = kernel("ranks", op + shots, _SIGNATURE, {"RANKS": ranks}, num_warps=_WARPS, suffix=".cu")
+    return replace(made, constants={**made.constants, **macros})
 
 
 def elements(node: Node, types: Mapping[str, TensorType], bucket: Bucket) -> int:

@@ -7,16 +7,16 @@ and write. Values keep the addresses that the memory pass gave them for the larg
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from planc.codegen.cuda import collective
 from planc.codegen.cuda.call import Bucket, Call, Ref, TritonKernel, calls, page_table
-from planc.codegen.cuda.call import scratch as scratch_ref
-from planc.codegen.cuda.call import value as value_ref
-from planc.codegen.cuda.collective import GATHERED, elements, places
 from planc.codegen.cuda.hazards import Hazards, Span
 from planc.codegen.cuda.sampling import HISTORY, Sampling
 from planc.compiler.ir.graph import Graph, Node
 from planc.compiler.ir.ops import OPS
 from planc.errors import PlancError
+from planc.plans import ranks
 from planc.plans.launches import INPUTS, KV, Arg, Binary, Buffer, Launch, LaunchPlan, StepGraph
+from planc.plans.ranks import SHARED
 from planc.plans.sampling import RECORD, RECORDS, SAMPLED
 
 _ALIGN = 256  # bytes, as cudaMalloc aligns
@@ -120,6 +120,10 @@ class _Lowering:
         self._place(RECORDS, "io", limits.seqs * RECORD * 4)
         self._place(SAMPLED, "io", limits.seqs * 2 * 4)
         self.sampling = sampling(graph, limits.pages)
+        together = next((n for n in graph.nodes if OPS[n.op].collective), None)
+        if together is not None:
+            self.arenas[SHARED] = 0
+            self._place(SHARED, SHARED, ranks.nbytes(int(together.attr("ranks"))))  # type: ignore[arg-type]
 
     def _input_sizes(self) -> tuple[int, ...]:
         t, s = self.limits.tokens, self.limits.seqs
@@ -151,11 +155,8 @@ class _Lowering:
         """The launches of a bucket."""
         hazards, launches = Hazards(), list[Launch]()
         for node in self.graph.nodes:
-            collective = OPS[node.op].collective
-            made = (self._placing if collective else self._calls)(node, bucket)
+            made = self._calls(node, bucket)
             scratch = self._scratch(made)
-            if collective:
-                launches.append(self._collective(node, bucket, scratch, hazards))
             launches += [self._launch(call, node, bucket, scratch, hazards) for call in made]
         made = self.sampling.calls(bucket)
         scratch = self._scratch(made)
@@ -172,23 +173,9 @@ class _Lowering:
         return Launch(call.kernel.name, call.grid, args, hazards.add(reads, writes))
 
     def _calls(self, node: Node, bucket: Bucket) -> tuple[Call, ...]:
+        if OPS[node.op].collective:
+            return collective.calls(node, self.types, bucket)
         return calls(node, self.types, self.sm, bucket, self.aligned)
-
-    def _placing(self, node: Node, bucket: Bucket) -> tuple[Call, ...]:
-        return places(node, self.types, bucket) if node.op == "all_gather" else ()
-
-    def _collective(
-        self, node: Node, bucket: Bucket, scratch: Mapping[str, tuple[int, int]], hazards: Hazards
-    ) -> Launch:
-        """A launch of the ranks' library: its kernel is the op's name, its arguments a rank's part, the result and the
-        elements of the part. All ranks must make them in one order, so each waits for the one before.
-        """
-        count = elements(node, self.types, bucket)
-        result = scratch_ref(GATHERED) if scratch else value_ref(node.out.name)
-        args = tuple(self._arg(ref, scratch) for ref in (value_ref(node.inputs[0]), result, Ref("i64", count)))
-        reads = self._spans([node.inputs[0]], node, scratch, bucket)
-        writes = self._spans([str(result.value)], node, scratch, bucket)
-        return Launch(node.op, (1, 1, 1), args, hazards.add(reads, [*writes, ("ranks", 0, 1)]))
 
     def _scratch(self, made: Sequence[Call]) -> dict[str, tuple[int, int]]:
         """Where a node's scratch buffers begin and end; one node after the other uses the same bytes."""
@@ -218,8 +205,8 @@ class _Lowering:
         for name in names:
             if name in scratch:
                 found.append((_SCRATCH, *scratch[name]))
-            elif name == HISTORY:
-                found.append((HISTORY, 0, 1))
+            elif name in (HISTORY, SHARED):  # all ranks make their collectives in one order: each waits for the last
+                found.append((name, 0, 1))
             elif name == KV and node is not None:
                 layer = int(node.attr("layer"))  # type: ignore[arg-type]
                 found.append((KV, layer, layer + 1))

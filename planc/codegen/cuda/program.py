@@ -36,7 +36,7 @@ def build(
     launches.save(root, plan)
     program = schema.Program(
         library=launches.LAUNCHES,
-        arena_bytes=plan.arenas["act"] + plan.arenas["io"],
+        arena_bytes=sum(size for arena, size in plan.arenas.items() if arena not in ("weights", launches.KV)),
         logits_offset=plan.buffer[plan.logits].offset,
         weights=tuple(b.name for b in plan.buffers if b.arena == "weights"),
     )

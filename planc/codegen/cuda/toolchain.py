@@ -1,7 +1,7 @@
-"""What compiles Triton kernels: in go the installed wheels, out come their versions and a process that compiles.
+"""What compiles kernels: in go the installed wheels, out come their versions and a process that compiles.
 
-ptxas is that of CUDA 13.0, the first release whose drivers (580) load what it makes. Triton brings two of its own, one
-of them newer than many drivers, so both of its variables name the wheel's.
+ptxas and NVRTC are those of CUDA 13.0, the first release whose drivers (580) load what they make. Triton brings two
+ptxas of its own, one of them newer than many drivers, so both of its variables name the wheel's.
 """
 
 import importlib.metadata
@@ -11,32 +11,35 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from planc.codegen.cuda.nvrtc import LIBRARY
 from planc.errors import PlancError
 
-PTXAS_RELEASE = "13.0"  # of the CUDA toolkit
+RELEASE = "13.0"  # of the CUDA toolkit
 _EXTRA = "pip install 'planc[build-cuda]'"
 _ROOT = Path(__file__).parents[3]  # what holds the package
-_TRITON, _PTXAS = "triton", "nvidia-cuda-nvcc"  # the wheels
+_TRITON, _PTXAS, _NVRTC = "triton", "nvidia-cuda-nvcc", "nvidia-cuda-nvrtc"  # the wheels
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Versions of Triton and of ptxas, and where ptxas and the disassembler lie."""
+    """Versions of the compilers and of ptxas, and where ptxas, the disassembler and the library NVRTC lie."""
 
     triton: str
     ptxas: str
+    nvrtc: str
     ptxas_path: Path
     disassembler: Path
+    nvrtc_path: Path
 
-    @property
-    def versions(self) -> tuple[str, str]:
-        """What decides a kernel's bytes besides its source."""
-        return f"triton {self.triton}", f"ptxas {self.ptxas}"
+    def versions(self, suffix: str) -> tuple[str, str]:
+        """What decides a kernel's bytes besides its source, `.py` or `.cu`."""
+        return f"nvrtc {self.nvrtc}" if suffix == ".cu" else f"triton {self.triton}", f"ptxas {self.ptxas}"
 
 
 @lru_cache(maxsize=1)
@@ -45,26 +48,37 @@ def toolchain() -> Toolchain:
     triton = importlib.util.find_spec("triton")
     if triton is None or triton.origin is None:
         raise PlancError(f"CUDA kernels are compiled with {_TRITON}, which is not installed; install it with: {_EXTRA}")
-    found = _ptxas()
+    ptxas, ptxas_version = _of_wheel(_PTXAS, "bin/ptxas", os.X_OK)
+    nvrtc, nvrtc_version = _of_wheel(_NVRTC, f"lib/{LIBRARY}", os.R_OK)
+    tools = Path(triton.origin).parent / "backends/nvidia/bin"
+    version = importlib.metadata.version(_TRITON)
+    return Toolchain(version, ptxas_version, nvrtc_version, ptxas, tools / "nvdisasm", nvrtc)
+
+
+def _of_wheel(wheel: str, name: str, mode: int) -> tuple[Path, str]:
+    """A file of NVIDIA's wheel, and the wheel's version."""
+    found = next((p for f in _folders() if os.access(p := Path(f) / name, mode)), None)
     if found is None:
-        raise PlancError(f"ptxas of the wheel {_PTXAS} is missing; install it with: {_EXTRA}")
-    version = importlib.metadata.version(_PTXAS)
-    if not version.startswith(f"{PTXAS_RELEASE}."):
+        raise PlancError(f"{Path(name).name} of the wheel {wheel} is missing; install it with: {_EXTRA}")
+    version = importlib.metadata.version(wheel)
+    if not version.startswith(f"{RELEASE}."):
         raise PlancError(
-            f"{_PTXAS} is {version}, expected {PTXAS_RELEASE}: what another release makes may not load on drivers that "
+            f"{wheel} is {version}, expected {RELEASE}: what another release makes may not load on drivers that "
             f"planc supports; install it with: {_EXTRA}"
         )
-    tools = Path(triton.origin).parent / "backends/nvidia/bin"
-    return Toolchain(importlib.metadata.version(_TRITON), version, found, tools / "nvdisasm")
+    return found, version
 
 
-def _ptxas() -> Path | None:
+def _folders() -> Sequence[str]:
+    """Where NVIDIA's wheels of CUDA 13 put their files."""
     try:
         spec = importlib.util.find_spec("nvidia.cu13")
     except ModuleNotFoundError:
-        return None
-    folders = (spec.submodule_search_locations if spec else None) or ()
-    return next((p for f in folders if os.access(p := Path(f) / "bin/ptxas", os.X_OK)), None)
+        return ()
+    return (spec.submodule_search_locations if spec else None) or ()
+
+
+NVRTC_VARIABLE = "PLANC_NVRTC"  # by which a worker is told where NVRTC lies, as Triton is told where ptxas does
 
 
 class Worker:
@@ -119,6 +133,7 @@ def _environment(tools: Toolchain, folder: Path) -> dict[str, str]:
     return kept | {
         "PYTHONPATH": os.pathsep.join(filter(None, packages)),
         "PYTHONSAFEPATH": "1",  # nothing is imported from the folder that planc is called in
+        NVRTC_VARIABLE: str(tools.nvrtc_path),
         "TRITON_PTXAS_PATH": str(tools.ptxas_path),
         "TRITON_PTXAS_BLACKWELL_PATH": str(tools.ptxas_path),
         "TRITON_DEFAULT_FP_FUSION": "1",

@@ -1,4 +1,4 @@
-"""A process that compiles Triton kernels: in go jobs on standard input, out come files, and a line of JSON for each.
+"""A process that compiles kernels: in go jobs on standard input, out come files, and a line of JSON for each.
 
 It is a process of its own so that a crash of the compiler takes one kernel and not the build, so that the environment
 which Triton reads is exactly the one that `aot` gives, and so that kernels compile on all CPUs at once.
@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from planc.codegen.cuda import nvrtc
+from planc.codegen.cuda.toolchain import NVRTC_VARIABLE
 
 
 def main() -> None:
@@ -39,6 +42,18 @@ def _told(error: BaseException) -> str:
 
 
 def _compile(job: dict[str, Any]) -> dict[str, Any]:
+    return (_cuda if job["source"].endswith(".cu") else _triton)(job)
+
+
+def _cuda(job: dict[str, Any]) -> dict[str, Any]:
+    """A kernel of CUDA C++, whose blocks take no dynamic shared memory."""
+    arch = f"{job['arch']}{'a' if job['arch'] >= 90 else ''}"
+    library, ptxas = Path(os.environ[NVRTC_VARIABLE]), Path(os.environ["TRITON_PTXAS_PATH"])
+    nvrtc.compile(Path(job["source"]), job["function"], job["constants"], arch, library, ptxas, job["out"])
+    return {"entry": job["function"], "shared": 0, "scratch": 0}
+
+
+def _triton(job: dict[str, Any]) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

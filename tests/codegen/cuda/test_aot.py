@@ -126,6 +126,13 @@ def test_the_kernel_that_fails_is_named(sources: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "cache/kernels").iterdir())
 
 
+def test_what_the_compiler_says_of_cuda_is_told(sources: Path, tmp_path: Path) -> None:
+    (sources / "small.cu").write_text('extern "C" __global__ void KERNEL(float* x) { *x = missing; }')
+    bad = kernel("small", "wrong", {"x": "*fp32"}, {}, suffix=".cu")
+    with pytest.raises(PlancError, match=f'{bad.name} does not compile for SM 90: .*"missing" is undefined'):
+        aot.compile([bad], 90, tmp_path / "out", sources=sources)
+
+
 def test_a_crash_of_the_compiler_is_an_error(sources: Path, tmp_path: Path) -> None:
     text = SOURCE.replace("import triton\n", "import os, sys, triton\nprint('about to die'); os._exit(7)\n", 1)
     (sources / "small.py").write_text(text)
@@ -133,10 +140,17 @@ def test_a_crash_of_the_compiler_is_an_error(sources: Path, tmp_path: Path) -> N
         aot.compile([SCALED], 90, tmp_path / "out", sources=sources)
 
 
-def test_missing_wheels_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wheels_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toolchain.toolchain.cache_clear()
-    monkeypatch.setattr(toolchain, "_ptxas", lambda: None)
-    with pytest.raises(PlancError, match=r"nvidia-cuda-nvcc is missing; .*planc\[build-cuda\]"):
+    found = toolchain._folders()
+    monkeypatch.setattr(toolchain, "_folders", lambda: ())
+    with pytest.raises(PlancError, match=r"ptxas of the wheel nvidia-cuda-nvcc is missing; .*planc\[build-cuda\]"):
+        toolchain.toolchain()
+    for name in ("bin", "lib"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "bin/ptxas").symlink_to(next(Path(f) / "bin/ptxas" for f in found if (Path(f) / "bin/ptxas").exists()))
+    monkeypatch.setattr(toolchain, "_folders", lambda: (str(tmp_path),))
+    with pytest.raises(PlancError, match=r"libnvrtc.so.13 of the wheel nvidia-cuda-nvrtc is missing; .*build-cuda"):
         toolchain.toolchain()
     monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PlancError, match=r"triton, which is not installed; .*planc\[build-cuda\]"):

@@ -1,0 +1,150 @@
+"""A plan of several ranks on the GPUs of this machine: in go steps, which every GPU takes; out come logits of one.
+
+One process drives all of them. Each rank's step is started before any is waited for, since its kernels wait for those
+of the others, whose memory they read and write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planc.errors import PlancError
+from planc.plans import launches
+from planc.plans.ranks import SHARED
+from planc.plans.schema import Plan
+from planc.runtime.batch import Batch, Int32
+from planc.runtime.cuda import CudaExecutor
+from planc.runtime.cuda import kv_memory as kv_memory_of_one
+from planc.runtime.cuda_driver import Driver, Gpu
+
+
+class CudaRanks:
+    """Runs a plan of several ranks, rank r on GPU r.
+
+    PlancError when there are fewer GPUs than ranks, when they differ or cannot reach each other, or for what the
+    executor of one rank refuses, with its number.
+    """
+
+    def __init__(self, root: Path, plan: Plan, num_blocks: int) -> None:
+        self.executors: list[CudaExecutor] = []
+        self._failure: str | None = None
+        _check(root, plan)
+        try:
+            for rank in range(plan.limits.ranks):
+                with _named(rank):
+                    self.executors.append(CudaExecutor(root, plan, num_blocks, rank, rank))
+            _join(self.executors)
+        except BaseException:
+            self.close()
+            raise
+        first = self.executors[0]
+        self.samples = first.samples
+        self.num_blocks, self.block_size, self.vocab_size = first.num_blocks, first.block_size, first.vocab_size
+
+    def step(self, batch: Batch) -> NDArray[np.float32]:
+        """Run one step; logits [R, vocab_size], overwritten by the next one."""
+        self._run(batch)
+        return self.executors[0].logits(len(batch.logit_rows))
+
+    def sample_step(
+        self, batch: Batch, records: Int32, *, with_logits: bool = False
+    ) -> tuple[Int32, NDArray[np.float32]]:
+        """Run one step whose rows are chosen by `records`; see CudaExecutor. Every rank chooses alike."""
+        self._run(batch, records, with_logits)
+        return self.executors[0].sampled(len(records)), self.executors[0].logits(len(records))
+
+    def _run(self, batch: Batch, records: Int32 | None = None, with_logits: bool = False) -> None:
+        if self._failure is not None:
+            raise PlancError(f"{self._failure}; open the plan again")
+        self._each(lambda executor: executor.launch(batch, records, with_logits))
+        self._each(CudaExecutor.finish)
+
+    def _each(self, do: Callable[[CudaExecutor], None]) -> None:
+        """On all ranks; of those that fail all are told, since who fails first need not be at fault."""
+        wrong: list[str] = []
+        for rank, executor in enumerate(self.executors):
+            try:
+                with _named(rank):
+                    do(executor)
+            except PlancError as e:
+                wrong.append(str(e))
+        if wrong:
+            self._failure = "; ".join(wrong)
+            raise PlancError(self._failure)
+
+    def close(self) -> None:
+        """Give everything on the GPUs back."""
+        for executor in self.executors:
+            executor.close()
+
+
+def kv_memory(root: Path, plan: Plan, utilization: float) -> int:
+    """Bytes for the KV cache of a rank, as many as the fullest GPU has; see cuda.kv_memory."""
+    _check(root, plan)
+    found = []
+    for rank in range(plan.limits.ranks):
+        with _named(rank):
+            found.append(kv_memory_of_one(root, plan, utilization, rank))
+    return min(found)
+
+
+def _check(root: Path, plan: Plan) -> None:
+    """Refuses a machine whose GPUs are not those of the plan, before anything is loaded."""
+    driver, held, count = Driver(), launches.load(root), plan.limits.ranks
+    have = driver.start(plan.target)
+    if have < count:
+        raise PlancError(
+            f"the plan is for {count} ranks, a GPU each, and this machine has {have} (see CUDA_VISIBLE_DEVICES); build "
+            f"it with --tp {have or 1}, if the model fits"
+        )
+    gpus: list[Gpu] = []
+    try:
+        for rank in range(count):
+            with _named(rank):
+                gpus.append(Gpu(driver, held.sm, plan.target, rank))
+        _check_equal(gpus)
+        _check_reach(gpus)
+    finally:
+        for gpu in gpus:
+            gpu.close()
+
+
+def _check_equal(gpus: Sequence[Gpu]) -> None:
+    for rank, gpu in enumerate(gpus):
+        if gpu.name != gpus[0].name:
+            raise PlancError(
+                f"rank {rank} would run on GPU {rank}, {gpu.name}, and rank 0 on {gpus[0].name}; ranks take GPUs of "
+                "one kind, choose them with CUDA_VISIBLE_DEVICES"
+            )
+
+
+def _check_reach(gpus: Sequence[Gpu]) -> None:
+    for rank, gpu in enumerate(gpus):
+        for peer, other in enumerate(gpus):
+            if rank != peer and not gpu.reaches(other):
+                raise PlancError(f"GPU {rank} cannot reach the memory of GPU {peer}")
+
+
+def _join(executors: Sequence[CudaExecutor]) -> None:
+    """Lets all GPUs reach each other's memory, and tells each where the others' is."""
+    for one in executors:
+        for other in executors:
+            if one is not other:
+                one.gpu.reach(other.gpu)
+    acts, shared = ([e.arenas.start[name] for e in executors] for name in ("act", SHARED))
+    for executor in executors:
+        executor.share(acts, shared)
+
+
+@contextmanager
+def _named(rank: int) -> Iterator[None]:
+    """Errors say which rank they are of."""
+    try:
+        yield
+    except PlancError as e:
+        raise PlancError(f"rank {rank}: {e}") from e

@@ -1,0 +1,108 @@
+"""The executor of several GPUs on emulated ones: its memory, what it refuses, and what it says when a rank fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from planc.emulator import driver
+from planc.emulator.device import Device, Reach, State
+from planc.emulator.ranks import EmulatedRanks
+from planc.emulator.run import allocated, device_of, emulated, texts_of
+from planc.errors import PlancError
+from planc.plans import launches, ranks, schema
+from planc.plans.ranks import SHARED
+from planc.runtime.cuda import arena_bytes
+from planc.runtime.cuda_ranks import CudaRanks
+from planc.runtime.executors import kv_memory, open_executor
+from tests.emulator.counting import VOCAB
+from tests.emulator.ranked import STEP, A, B, one_hot, token, write_plan
+
+H100 = device_of(90, name="NVIDIA H100")
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory) -> tuple[Path, schema.Plan]:
+    return write_plan(tmp_path_factory.mktemp("ranks") / "plan", "all_reduce", 4 * VOCAB, count=3)
+
+
+@contextmanager
+def gpus(plan: tuple[Path, schema.Plan], *devices: Device) -> Iterator[list[State]]:
+    """A machine with these GPUs."""
+    held = launches.load(plan[0])
+    states = [State(device, texts_of(plan[0], held), n) for n, device in enumerate(devices)]
+    with driver.active(*states):
+        yield states
+
+
+def test_steps_of_three_ranks(plan) -> None:
+    with gpus(plan, H100, H100, H100):
+        executor = open_executor(*plan, 8)
+        assert isinstance(executor, CudaRanks)
+        for _ in range(3):
+            logits = executor.step(STEP)
+            np.testing.assert_array_equal(logits, sum(one_hot(token(A, r), token(B, r)) for r in range(3)))
+        executor.close()
+        executor.close()
+
+
+def test_memory_is_what_the_plan_says_and_all_of_it_is_given_back(plan) -> None:
+    sizes = arena_bytes(launches.load(plan[0]), 8 * plan[1].kv.page_bytes)
+    assert sizes[SHARED] == ranks.nbytes(3) == 4096 + 32 * 2 * 3 * 16384
+    with gpus(plan, H100, H100, H100) as states:
+        with closing(CudaRanks(*plan, 8)) as executor:
+            assert [state.memory.used for state in states] == [sum(sizes.values())] * 3
+            assert executor.num_blocks == 8
+        assert [state.memory.used for state in states] == [0] * 3
+    assert allocated(*plan, 8) == sum(sizes.values())
+
+
+def test_the_cache_takes_what_the_fullest_gpu_has(plan) -> None:
+    small = replace(H100, memory=64 << 20)
+    taken = sum(arena_bytes(launches.load(plan[0]), 0).values())
+    with gpus(plan, H100, small, H100):
+        assert kv_memory(*plan, 0.5) == (32 << 20) - taken
+
+
+def test_fewer_gpus_than_ranks(plan) -> None:
+    for ask in (lambda: open_executor(*plan, 8), lambda: kv_memory(*plan, 0.9)):
+        with gpus(plan, H100, H100), pytest.raises(PlancError, match=r"for 3 ranks, .* machine has 2 .*--tp 2"):
+            ask()
+
+
+def test_a_gpu_of_another_kind(plan) -> None:
+    other, old = replace(H100, name="NVIDIA H200"), device_of(80, name="NVIDIA A100")
+    with gpus(plan, H100, H100, other), pytest.raises(PlancError, match="rank 2 would run on GPU 2, NVIDIA H200, and"):
+        open_executor(*plan, 8)
+    with gpus(plan, H100, old, H100), pytest.raises(PlancError, match=r"rank 1: .* this GPU is NVIDIA A100 \(sm_80\)"):
+        open_executor(*plan, 8)
+
+
+def test_too_little_memory_names_the_rank(plan) -> None:
+    small = replace(H100, memory=3 << 20)
+    with (
+        gpus(plan, H100, small, H100) as states,
+        pytest.raises(PlancError, match=r"rank 1: \d+ bytes for what ranks share do not fit into .*: \d+ of 3145728"),
+    ):
+        open_executor(*plan, 8)
+    assert [state.memory.used for state in states] == [0] * 3, "what the others had is given back"
+
+
+def test_a_rank_that_fails_is_named_and_ends_the_others(plan) -> None:
+    """Rank 1 may not write to its peers; they wait for it, and no step follows."""
+    with emulated(*plan, 8) as found:
+        executor = found.executor
+        assert isinstance(executor, EmulatedRanks)
+        executor.step(STEP)
+        state = executor.states[1]
+        state.reach = {handle: [Reach(x.pointers) for x in graph] for handle, graph in state.reach.items()}
+        says = r"rank 0: .*waits for ever: .* a store .*; rank 1: .*a store of .* is by no pointer of the launch"
+        with pytest.raises(PlancError, match=says):
+            executor.step(STEP)
+        with pytest.raises(PlancError, match=r"rank 1: .*; open the plan again"):
+            executor.step(STEP)
