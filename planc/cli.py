@@ -154,6 +154,7 @@ def _tell(out: Path, plan: "Plan") -> None:
 @click.option(
     "--auto-mixed", is_flag=True, help="Where that is exceeded, store the worst modules wider until it is not."
 )
+@click.option("--tuning", type=PLAN, metavar="FILE", help="Tiles of a GPU's products that `planc tune` measured.")
 @click.option(
     "--seed",
     type=int,
@@ -333,6 +334,34 @@ def _emulated(plan: Path, seed: int, kernels: bool) -> bool:
         click.echo(f"{'ok  ' if verdict.ok else 'FAIL'} {verdict.name}: {verdict.detail}")
 
     return run_emulated(plan, report, seed, kernels)
+
+
+@main.command()
+@click.argument("plan", type=PLAN)
+@click.option("--seconds", type=float, default=60.0, show_default=True, help="Time to take; what is measured is kept.")
+@click.option(
+    "-o",
+    "--output",
+    "out",
+    type=PLAN,
+    default=Path("tuning.json"),
+    show_default=True,
+    help="The file; what it says of other products and GPUs stays.",
+)
+@click.option("--best", type=int, default=4, show_default=True, help="Tiles to run of each product, beside the plan's.")
+@click.option("--device", type=int, default=0, show_default=True, help="The GPU's number.")
+@_build_extra
+def tune(**flags: Any) -> None:
+    """Measure tiles of a plan's products on this machine's GPU, for `planc build --tuning`."""
+    from planc.compiler.progress import Progress
+    from planc.compiler.tune import TuneRequest
+    from planc.compiler.tune import tune as measure
+
+    _end_as_an_interrupt_does()
+    request = TuneRequest(**flags)
+    with Progress() as progress:
+        made = measure(request, progress)
+    click.echo(f"{request.out}: {len(made)} tiles measured")
 
 
 @main.command()

@@ -28,6 +28,7 @@ class Generated:
     constant_bytes: int
     pages: int  # of all full sequences
     estimates: tuple[schema.Estimate, ...] = ()
+    tiles: tuple[schema.ProductTile, ...] = ()
 
     def memory(self, kv: schema.KVLayout) -> schema.Memory:
         """Bytes by part."""
@@ -74,15 +75,16 @@ def _cuda(graph: Graph, options: Options, root: Path, progress: Progress) -> Gen
     from planc.codegen.cuda import program as cuda
     from planc.codegen.cuda.estimate import estimates
     from planc.codegen.cuda.lower import Limits
+    from planc.codegen.cuda.tiles import tiles_for
     from planc.codegen.cuda.toolchain import toolchain
 
     limits = Limits(options.max_num_batched_tokens, options.max_num_seqs, options.sequence_pages)
     size = weights.total_bytes([*graph.weights])
     page = next(int(v.type.shape[1]) for v in graph.inputs if v.name == "kv")
     check_fits(options.target, options, size, arena_bytes(graph, options.dims), page * limits.pages)
-    made = cuda.build(graph, options.target.sm.number, limits, root, progress=progress)
+    tiles = tiles_for(options.target, options.tuning)
+    made = cuda.build(graph, tiles, limits, root, progress=progress)
     constant = weights.total_bytes(weights.split(graph)[0])
-    gpu = options.target.gpu
     steps = (options.max_num_seqs, options.max_num_batched_tokens, options.max_model_len, options.tp)
     return Generated(
         made.program,
@@ -91,7 +93,8 @@ def _cuda(graph: Graph, options: Options, root: Path, progress: Progress) -> Gen
         made.weight_bytes - constant,
         constant,
         limits.pages * limits.seqs,
-        tuple(estimates(graph, gpu, *steps)) if gpu else (),
+        tuple(estimates(graph, tiles, *steps)) if options.target.gpu else (),
+        made.tiles,
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import planc
 from planc.codegen import target as targets
 from planc.codegen.target import Target
-from planc.compiler import accuracy, facts, gate, weights
+from planc.compiler import accuracy, facts, gate, tuned, weights
 from planc.compiler.backends import check_tools, generate, kv_of
 from planc.compiler.calibrate import BUILTIN, LEAST, TOKENS, calibrate_model, calibration_text
 from planc.compiler.ir.graph import Graph
@@ -30,6 +30,7 @@ from planc.passes.pipeline import run as run_passes
 from planc.passes.schemes import QuantConfig
 from planc.passes.shard import replicated
 from planc.plans import schema, store
+from planc.plans.tuning import Tuning
 from planc.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class BuildRequest:
     max_kl: float | None = None
     max_ppl_increase: str | None = None
     auto_mixed: bool = False
+    tuning: Path | None = None
     revision: str | None = None
     allow_pickle: bool = False
     trust_remote_code: bool = False
@@ -88,6 +90,7 @@ def build_each(request: BuildRequest, progress: Progress) -> dict[Path, schema.P
     for target, out in places.items():
         store.check_free(out, force=request.force)
         check_tools(target)
+    tuning = tuned.read(request.tuning, places)
     with open_source(
         request.model,
         allow_pickle=request.allow_pickle,
@@ -100,7 +103,7 @@ def build_each(request: BuildRequest, progress: Progress) -> dict[Path, schema.P
         for target in places:
             targets.check_dtypes(target, used(quant), _kv_cache_dtype(request))
             check_kernels(quant, target)
-        wanted = {target: _options(request, config, target, quant) for target in places}
+        wanted = {target: _options(request, config, target, quant, tuning) for target in places}
         job = _lift(source, config, next(iter(wanted.values())), request, progress)
         made: dict[Path, schema.Plan] = {}
         for target, options in wanted.items():
@@ -167,7 +170,9 @@ def _most(request: BuildRequest, options: Options) -> gate.Limits:
     return gate.asked(options.storage, _kv_cache_dtype(request), request.max_kl, request.max_ppl_increase)
 
 
-def _options(request: BuildRequest, config: "PretrainedConfig", target: Target, quant: QuantConfig) -> Options:
+def _options(
+    request: BuildRequest, config: "PretrainedConfig", target: Target, quant: QuantConfig, tuning: Tuning | None
+) -> Options:
     dtypes = targets.KV_FLAGS if target.kind == "cuda" else KV_DTYPES
     kv = dtypes[_kv_cache_dtype(request)]
     return Options(
@@ -180,6 +185,7 @@ def _options(request: BuildRequest, config: "PretrainedConfig", target: Target, 
         max_num_batched_tokens=request.max_num_batched_tokens,
         block_size=request.block_size,
         tp=request.tp,
+        tuning=tuning,
     )
 
 
@@ -315,6 +321,8 @@ def _write(
     """Writes graph, kernels and weights below `root`."""
     (root / store.GRAPH).write_text(to_text(graph))
     made = generate(graph, options, root, progress.counter("kernels"))
+    if options.tuning:
+        progress.say(tuned.said(options.tuning, options.target, made.tiles))
     weights.write_constants(graph, root)
     record.write(source.config(), root)
     whole = replicated(graph) if options.tp > 1 else ()
@@ -336,6 +344,8 @@ def _write(
         program=made.program,
         kernels=made.kernels,
         estimates=made.estimates,
+        tiles=made.tiles,
+        tuning=options.tuning.sha256 if options.tuning else None,
         weight_files=(weights.CONSTANTS_FILE, *(weights.rank_files(options.tp) if request.weights == "pack" else ())),
         goldens=(),
         goldens_target=None,

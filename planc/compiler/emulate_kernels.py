@@ -15,6 +15,7 @@ import numpy as np
 from planc.codegen.cuda import collective
 from planc.codegen.cuda.call import Bucket, Call, Ref, calls, page_table
 from planc.codegen.cuda.lower import aligned, sampling
+from planc.codegen.cuda.tiles import Tiles, tiles_of
 from planc.compiler.emulate import Verdict
 from planc.compiler.ir import text
 from planc.compiler.ir.graph import Graph, Node
@@ -61,7 +62,7 @@ def each_kernel(root: Path, plan: Plan, seed: int) -> Iterator[Verdict]:
     from planc.emulator.machine import KernelFault
 
     graph, held = text.read(root / store.GRAPH), launches.load(root)
-    for case in _cases(graph, held):
+    for case in _cases(graph, held, tiles_of(plan)):
         try:
             yield _checked(root, plan, graph, held, case, np.random.default_rng(seed))
         except KernelFault as e:
@@ -74,7 +75,7 @@ def each_kernel(root: Path, plan: Plan, seed: int) -> Iterator[Verdict]:
             yield Verdict("token choice", False, str(e))
 
 
-def _cases(graph: Graph, held: LaunchPlan) -> Iterator[_Case]:
+def _cases(graph: Graph, held: LaunchPlan, tiles: Tiles) -> Iterator[_Case]:
     """For each kernel of the plan, the first node of the smallest bucket that is run by it."""
     left = {b.name for b in held.binaries}
     if SAMPLED in held.buffer:
@@ -87,7 +88,7 @@ def _cases(graph: Graph, held: LaunchPlan) -> Iterator[_Case]:
             if OPS[node.op].collective:  # which needs all ranks: see emulate_ranks
                 left -= {c.kernel.name for c in collective.calls(node, types, bucket)}
                 continue
-            made = calls(node, types, held.sm, bucket, wide)
+            made = calls(node, types, held.sm, bucket, wide, tiles)
             if left & {c.kernel.name for c in made}:
                 left -= {c.kernel.name for c in made}
                 yield _Case(node, made, bucket, types)

@@ -6,13 +6,14 @@ from functools import cached_property
 from planc.codegen.target import Target
 from planc.passes.choices import Choices
 from planc.passes.schemes import QuantConfig
+from planc.plans.tuning import Tuning
 
 
 @dataclass(frozen=True)
 class Options:
     """`dtype` is the storage of weights: a dtype or a scheme; `quant` what is said of single modules besides; `choices`
-    what calibration found; `kv_dtype` the cache's: f32, bf16, i8, f8e3m4 or, on GPUs, f8e4m3; sizes count tokens or
-    sequences.
+    what calibration found; `kv_dtype` the cache's: f32, bf16, i8, f8e3m4 or, on GPUs, f8e4m3; `tuning` the tiles that
+    were measured; sizes count tokens or sequences.
     """
 
     target: Target
@@ -25,6 +26,7 @@ class Options:
     tp: int = 1
     quant: QuantConfig | None = None
     choices: Choices = field(default_factory=Choices)
+    tuning: Tuning | None = None
 
     @cached_property
     def storage(self) -> QuantConfig:

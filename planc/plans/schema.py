@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from planc.plans.tuning import Product, Tile
+
 SCHEMA_VERSION = 1
 _RANK_FILES = "weights/rank"
 
@@ -180,8 +182,25 @@ class Calibration:
 
 
 @dataclass(frozen=True)
+class ProductTile:
+    """How a GPU's plan cuts a product in its step of `tokens` tokens, `launches` times: the tile, the microseconds that
+    one should take by the cost model and what bounds it; `measured` where a tuning file chose it.
+    """
+
+    tokens: int
+    launches: int
+    product: Product
+    tile: Tile
+    microseconds: float
+    bound: str
+    measured: bool = False
+
+
+@dataclass(frozen=True)
 class KernelEstimate:
-    """Launches of one op in a step that have one bound: memory, tensor cores, NVLink, PCIe or launches."""
+    """Launches of one op in a step that have one bound: memory, L2, latency, tensor cores, shared memory, CUDA cores,
+    NVLink, PCIe or launches.
+    """
 
     op: str
     launches: int
@@ -215,7 +234,8 @@ class PassLog:
 @dataclass(frozen=True)
 class Plan:
     """All of plan.json. `files` maps each other file of the directory to its sha256; `digest` is that of the manifest
-    itself, taken with `digest` empty. `replicated` are modules whose weights every rank holds whole.
+    itself, taken with `digest` empty. `replicated` are modules whose weights every rank holds whole, `tuning` is the
+    sha256 of the tuning file that the build was given.
     """
 
     model: ModelInfo
@@ -234,6 +254,8 @@ class Plan:
     made_with: dict[str, str]
     calibration: Calibration | None = None
     estimates: tuple[Estimate, ...] = ()
+    tiles: tuple[ProductTile, ...] = ()
+    tuning: str | None = None
     replicated: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
     digest: str = ""

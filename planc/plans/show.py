@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import groupby
 
-from planc.plans.schema import Accuracy, Calibration, Estimate, Plan
+from planc.plans.schema import Accuracy, Calibration, Estimate, Plan, ProductTile
+from planc.plans.tuning import Product
 
 Rows = list[tuple[str, str]]
 _LAYER = re.compile(r"\bl(\d+)\.|\blayers\.(\d+)\.|\bh\.(\d+)\.")
@@ -23,6 +25,7 @@ def summary(plan: Plan) -> dict[str, Rows]:
         "Limits": [(k, f"{v:,}") for k, v in vars(plan.limits).items()],
         "Memory" + _of_each(plan): _memory(plan),
         "Kernels": [(k.name, f"x{k.count}") for k in plan.kernels],
+        **({"Tiles": _tiles(plan)} if plan.tiles else {}),
         **({"Estimates": _estimates(plan.estimates)} if plan.estimates else {}),
         **({"Calibration": _calibration(plan.calibration)} if plan.calibration else {}),
         "Accuracy": accuracy_rows(plan.accuracy),
@@ -88,6 +91,31 @@ def _memory(plan: Plan) -> Rows:
         ("KV cache of a token", f"{m.kv_token:,} B"),
         ("KV cache of all full sequences", mib(m.kv_full)),
     ]
+
+
+def _tiles(plan: Plan) -> Rows:
+    """Of each product the tiles by its rows, neighbours of the same tile together, with what one should take."""
+    products: dict[Product, list[ProductTile]] = {}
+    for row in plan.tiles:
+        products.setdefault(replace(row.product, rows=0), []).append(row)
+    told = []
+    for p, found in products.items():
+        of = f" of {p.experts} experts" if p.experts else ""
+        told.append((f"{p.op} [{p.n}, {p.k}]{of}", f"{p.weight} by rows of {p.x}"))
+        found.sort(key=lambda row: row.product.rows)
+        for _, same in groupby(found, key=lambda row: (row.tile, row.measured)):
+            told.append(_tile(list(same)))
+    return told
+
+
+def _tile(same: list[ProductTile]) -> tuple[str, str]:
+    first, last = same[0], same[-1]
+    ends = dict.fromkeys((first.product.rows, last.product.rows))
+    took = dict.fromkeys(f"{row.microseconds:,.1f}" for row in (first, last))
+    bounds = ", ".join(dict.fromkeys(row.bound for row in same))
+    by = "; measured by planc tune" if first.measured else ""
+    label = f"  {' to '.join(map(str, ends))} row{'s' if last.product.rows > 1 else ''}"
+    return label, f"{first.tile}: {' to '.join(took)} us, bound by {bounds}{by}"
 
 
 def _estimates(found: Iterable[Estimate]) -> Rows:

@@ -30,7 +30,7 @@ _KV = ("f32", "bf16", "i8", "f8e4m3")
 _SCALED = ("i8", "f8e4m3")  # elements that have scales
 _NO_FP8 = (80, 86)  # archs that do not convert it
 _SEQS = 128  # sequences that a program looks for its own among, at a time
-_FILLED = 256  # programs that fill any GPU: below that, keys are split
+_FILLED = 2  # programs an SM that fill a GPU: below that, keys are split
 _SPLITS = 64  # most splits of a sequence's keys: each has a sum of values in memory
 _SPLIT = 512  # positions of a split, at least
 _HEADS = 4  # that one program merges
@@ -141,7 +141,7 @@ class _Attention:
 
     def calls(self) -> tuple[Call, ...]:
         """One launch, or two where keys are split."""
-        if self.splits == 1 or self.tiles * self.kv_heads * self.parts >= _FILLED:
+        if self.splits == 1 or self.tiles * self.kv_heads * self.parts >= _FILLED * self.site.tiles.gpu.sms:
             return (self._whole(),)
         return self._split(), self._combine()
 

@@ -8,11 +8,15 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from planc.compiler.ir.graph import Node
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.types import TensorType
 from planc.errors import PlancError
+
+if TYPE_CHECKING:
+    from planc.codegen.cuda.tiles import Choice, Tiles
 
 ARCHES = (80, 86, 89, 90, 100, 120)  # compute capabilities that kernels are chosen for
 _LIKE = {121: 120}  # others -> the one whose choices they share: the same SM in another chip
@@ -30,6 +34,14 @@ ELEMENTS: Mapping[str, str] = {
     "i64": "i64",
 }
 _NAME_LIMIT = 120  # characters; longer names end in a digest, for the sake of file systems
+
+
+def arch_of(sm: int) -> int:
+    """The compute capability whose choices one shares. PlancError when kernels are made for none."""
+    arch = _LIKE.get(sm, sm)
+    if arch not in ARCHES:
+        raise PlancError(f"no kernels for sm_{arch}; kernels are made for {', '.join(f'sm_{a}' for a in ARCHES)}")
+    return arch
 
 
 @dataclass(frozen=True)
@@ -85,7 +97,8 @@ class Ref:
 @dataclass(frozen=True)
 class Call:
     """One launch. `args` are in the order of the kernel's signature; `reads` and `writes` name values of the graph and
-    scratch buffers; `scratch` gives the bytes of buffers that live from their first to their last call of the node."""
+    scratch buffers; `scratch` gives the bytes of buffers that live from their first to their last call of the node.
+    A product has the `choice` of its tile."""
 
     kernel: TritonKernel
     grid: tuple[int, int, int]
@@ -93,11 +106,12 @@ class Call:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     scratch: Mapping[str, int] = field(default_factory=dict, compare=False)
+    choice: "Choice | None" = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class Site:
-    """What a row of the table sees: a node, the types of its inputs in order, an arch and a bucket.
+    """What a row of the table sees: a node, the types of its inputs in order, an arch, a bucket, what chooses tiles.
 
     `aligned` names the values that lie at a multiple of 16 bytes; None means all but strided views.
     """
@@ -106,6 +120,7 @@ class Site:
     inputs: tuple[TensorType, ...]
     arch: int
     bucket: Bucket
+    tiles: "Tiles"
     aligned: Set[str] | None = None
 
     @property
@@ -147,23 +162,23 @@ class Row:
 def calls(
     node: Node,
     types: Mapping[str, TensorType],
-    arch: int,
+    sm: int,
     bucket: Bucket,
     aligned: Set[str] | None = None,
+    tiles: "Tiles | None" = None,
 ) -> tuple[Call, ...]:
     """The launches that run `node`, in order; none for a view. PlancError says what exists when no kernel fits.
 
     `aligned` names the values whose address is a multiple of 16 bytes, which wide accesses need; without it, every
-    value is taken to be but strided views.
+    value is taken to be but strided views. `tiles` chooses for a GPU, by default for the best-known of the SM.
     """
     from planc.codegen.cuda.table import TABLE  # the table needs this module's types
+    from planc.codegen.cuda.tiles import Tiles  # so does what chooses
 
-    arch = _LIKE.get(arch, arch)
-    if arch not in ARCHES:
-        raise PlancError(f"no kernels for sm_{arch}; kernels are made for {', '.join(f'sm_{a}' for a in ARCHES)}")
+    arch = arch_of(sm)
     if OPS[node.op].view:
         return ()
-    site = Site(node, tuple(types[i] for i in node.inputs), arch, bucket, aligned)
+    site = Site(node, tuple(types[i] for i in node.inputs), arch, bucket, tiles or Tiles.default(sm), aligned)
     rows = [r for r in TABLE if r.op == node.op]
     for row in rows:
         if row.when(site):

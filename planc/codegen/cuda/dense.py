@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from math import prod
 
-from planc.codegen.cuda import dense_tiles
 from planc.codegen.cuda.call import (
     Call,
     Constant,
@@ -18,10 +17,12 @@ from planc.codegen.cuda.call import (
     scratch,
     value,
 )
-from planc.codegen.cuda.dense_tiles import BAND, Tile
+from planc.codegen.cuda.dense_tiles import BAND
+from planc.codegen.cuda.tiles import Choice
 from planc.compiler.ir.operands import Operands, operands
 from planc.compiler.ir.quant import Scheme, scheme
 from planc.compiler.ir.types import PAIRS, TensorType
+from planc.plans.tuning import Product, Tile
 
 _NO_FP8 = (80, 86)  # archs without products of fp8
 
@@ -113,10 +114,14 @@ class _Product:
         self.slots = int(inner[0]) if self.experts else 1
         self.rows = site.bucket.size(out.shape[0]) * prod(int(d) for d in inner)
 
-    @property
-    def typical(self) -> int:
-        """Rows that one weight meets: of experts, twice the mean, since some are chosen more often."""
-        return min(self.rows, cdiv(2 * self.rows, self.experts)) if self.experts else self.rows
+    def choice(self) -> Choice:
+        """The tile."""
+        x, row = self.site.inputs[self.at.x], _scheme(self.site)
+        weight = row.name if row else _weight(self.site).dtype
+        op = self.site.node.op
+        return self.site.tiles.choose(
+            Product(op, x.dtype, weight, self.n, self.k, self.rows, self.experts, self.ragged)
+        )
 
     @property
     def ragged(self) -> bool:
@@ -181,7 +186,8 @@ class _Product:
         self.constants |= {"EVEN_N": self.n % tile.bn == 0, "EVEN_K": self.k % tile.bk == 0}
         self.constants |= {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "BAND": BAND}
 
-    def launches(self, function: str, tile: Tile) -> tuple[Call, ...]:
+    def launches(self, function: str, choice: Choice) -> tuple[Call, ...]:
+        tile = choice.tile
         made = kernel(
             "gemm",
             function,
@@ -195,11 +201,12 @@ class _Product:
         reads = tuple(dict.fromkeys(i for j, i in enumerate(node.inputs) if j != self.at.ids))
         if not self.experts:
             grid = (cdiv(rows, tile.bm) * cdiv(self.n, tile.bn), 1, 1)
-            return (Call(made, grid, tuple(self.refs), reads, (node.out.name,)),)
+            return (Call(made, grid, tuple(self.refs), reads, (node.out.name,), choice=choice),)
         tiles = _expert_tiles(self, tile)
         grid = (tiles * cdiv(self.n, tile.bn), 1, 1)
         bytes_ = {"counts": 4 * (self.experts + 1), "experts": 4 * tiles, "slots": 4 * tiles * tile.bm}
-        product = Call(made, grid, tuple(self.refs), (*reads, "experts", "slots"), (node.out.name,), bytes_)
+        reads = (*reads, "experts", "slots")
+        product = Call(made, grid, tuple(self.refs), reads, (node.out.name,), bytes_, choice)
         return (*_routing(self, tile, tiles, bytes_), product)
 
 
@@ -250,50 +257,44 @@ def _routing(p: _Product, tile: Tile, tiles: int, bytes_: Mapping[str, int]) -> 
 
 def _floats(site: Site) -> tuple[Call, ...]:
     p = _Product(site)
-    x, w = site.inputs[p.at.x], _weight(site)
-    tile = dense_tiles.floats(site.arch, p.typical, p.n, x.itemsize, w.itemsize, ragged=p.ragged)
+    choice = p.choice()
     p.input("x_ptr", p.at.x)
     p.input("w_ptr", p.at.parts[0])
     p.input("bias_ptr", p.at.bias)
-    p.common(tile)
-    return p.launches("linear", tile)
+    p.common(choice.tile)
+    return p.launches("linear", choice)
 
 
 def _codes(site: Site) -> tuple[Call, ...]:
     p, row = _Product(site), _scheme(site)
     assert row is not None
-    tile = dense_tiles.codes(site.arch, p.typical, p.n, p.k, ragged=p.ragged)
+    choice = p.choice()
     p.input("x_ptr", p.at.x)
     p.input("row_scales_ptr", p.at.row_scales)
     p.input("w_ptr", p.at.parts[0])
     p.input("scales_ptr", p.at.parts[1])
     p.input("bias_ptr", p.at.bias)
-    p.common(tile)
+    p.common(choice.tile)
     apart = len(site.inputs[p.at.x].shape) == 3 and bool(p.experts)
     p.number("scale_row", p.slots if apart else 1)
     p.number("scale_slot", int(apart))
     p.constants |= {"GROUP": row.group or 0, "EXACT": row.codes == "i8"}
-    return p.launches("linear_codes", tile)
+    return p.launches("linear_codes", choice)
 
 
 def _widened(site: Site) -> tuple[Call, ...]:
     p, row = _Product(site), _scheme(site)
     assert row is not None
-    x_bytes = site.inputs[p.at.x].itemsize
-    if row.name == "mxfp4":
-        tile = dense_tiles.spread(site.arch, p.typical, x_bytes, ragged=p.ragged)
-    else:
-        bits = 8 if row.codes == "i8" else 4
-        tile = dense_tiles.widened(site.arch, p.typical, x_bytes, bits, row.group, ragged=p.ragged)
+    choice = p.choice()
     p.input("x_ptr", p.at.x)
     p.input("w_ptr", p.at.parts[0])
     p.input("scales_ptr", p.at.parts[1])
     p.input("zeros_ptr", p.at.parts[2] if row.zeros else None)
     p.input("bias_ptr", p.at.bias)
-    p.common(tile)
+    p.common(choice.tile)
     form = "e2m1" if row.name == "mxfp4" else row.codes
     p.constants |= {"FORMAT": form, "OFFSET": float(row.offset), "GROUP": row.group or 0}
-    return p.launches("linear_widened", tile)
+    return p.launches("linear_widened", choice)
 
 
 def _rows_of(op: str) -> tuple[Row, ...]:

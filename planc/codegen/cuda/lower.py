@@ -4,13 +4,14 @@ A bucket is a fixed size of step; its launches become one CUDA graph, whose edge
 and write. Values keep the addresses that the memory pass gave them for the largest step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planc.codegen.cuda import collective
 from planc.codegen.cuda.call import Bucket, Call, Ref, TritonKernel, calls, page_table
 from planc.codegen.cuda.hazards import Hazards, Span
 from planc.codegen.cuda.sampling import HISTORY, Sampling
+from planc.codegen.cuda.tiles import Choice, Tiles
 from planc.compiler.ir.graph import Graph, Node
 from planc.compiler.ir.ops import OPS
 from planc.errors import PlancError
@@ -18,6 +19,7 @@ from planc.plans import ranks
 from planc.plans.launches import INPUTS, KV, Arg, Binary, Buffer, Launch, LaunchPlan, StepGraph
 from planc.plans.ranks import SHARED
 from planc.plans.sampling import RECORD, RECORDS, SAMPLED
+from planc.plans.schema import ProductTile
 
 _ALIGN = 256  # bytes, as cudaMalloc aligns
 _SCRATCH = "scratch"
@@ -35,10 +37,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Lowered:
-    """Kernels to compile, and a launch plan that lacks their binaries."""
+    """Kernels to compile, a launch plan that lacks their binaries, and how products are cut, each with the name of the
+    kernel that runs it.
+    """
 
     kernels: tuple[TritonKernel, ...]
     plan: LaunchPlan
+    products: tuple[tuple[ProductTile, str], ...]
 
     def with_binaries(self, binaries: Sequence[Binary]) -> LaunchPlan:
         """The whole launch plan."""
@@ -66,12 +71,12 @@ def _powers(first: int, last: int) -> list[int]:
     return [*found, last]
 
 
-def lower(graph: Graph, sm: int, limits: Limits, wanted: Sequence[Bucket]) -> Lowered:
-    """The launches of every bucket of a graph that the select and memory passes have been over.
+def lower(graph: Graph, sm: int, limits: Limits, wanted: Sequence[Bucket], tiles: Tiles | None = None) -> Lowered:
+    """The launches of every bucket of a graph that the select and memory passes have been over; `tiles` cuts products.
 
     PlancError names a node that no kernel runs, or a value without an address.
     """
-    lowering = _Lowering(graph, sm, limits)
+    lowering = _Lowering(graph, sm, limits, tiles or Tiles.default(sm))
     graphs = tuple(lowering.step(bucket) for bucket in wanted)
     plan = LaunchPlan(
         sm=sm,
@@ -82,7 +87,7 @@ def lower(graph: Graph, sm: int, limits: Limits, wanted: Sequence[Bucket]) -> Lo
         logits=graph.outputs[0],
         page_table_stride=limits.pages,
     )
-    return Lowered(tuple(lowering.kernels.values()), plan)
+    return Lowered(tuple(lowering.kernels.values()), plan, tuple(lowering.products()))
 
 
 def sampling(graph: Graph, pages: int) -> Sampling:
@@ -103,8 +108,9 @@ def aligned(graph: Graph) -> frozenset[str]:
 class _Lowering:
     """What grows as buckets are lowered: kernels, buffers, the size of scratch memory."""
 
-    def __init__(self, graph: Graph, sm: int, limits: Limits) -> None:
-        self.graph, self.sm, self.limits = graph, sm, limits
+    def __init__(self, graph: Graph, sm: int, limits: Limits, tiles: Tiles) -> None:
+        self.graph, self.sm, self.limits, self.tiles = graph, sm, limits, tiles
+        self.chosen: dict[tuple[Bucket, Choice, str], int] = {}  # launches of a tile in a bucket, by their kernel
         self.types = {**graph.types, **page_table(limits.pages)}
         self.kernels: dict[str, TritonKernel] = {}
         self.largest = Bucket(limits.tokens, limits.seqs, limits.seqs)
@@ -171,11 +177,20 @@ class _Lowering:
         args = tuple(self._arg(ref, scratch) for ref in call.args)
         reads, writes = (self._spans(side, node, scratch, bucket) for side in (call.reads, call.writes))
         return Launch(call.kernel.name, call.grid, args, hazards.add(reads, writes))
+        if call.choice is not None:
+            key = bucket, call.choice, call.kernel.name
+            self.chosen[key] = self.chosen.get(key, 0) + 1
 
     def _calls(self, node: Node, bucket: Bucket) -> tuple[Call, ...]:
         if OPS[node.op].collective:
             return collective.calls(node, self.types, bucket)
-        return calls(node, self.types, self.sm, bucket, self.aligned)
+    def products(self) -> Iterator[tuple[ProductTile, str]]:
+        """How products are cut, and by which kernel."""
+        for (bucket, c, name), count in self.chosen.items():
+            took = round(c.cost.seconds * 1e6, 3)
+            yield ProductTile(bucket.tokens, count, c.product, c.tile, took, c.cost.bound, c.measured), name
+
+        return calls(node, self.types, self.sm, bucket, self.aligned, self.tiles)
 
     def _scratch(self, made: Sequence[Call]) -> dict[str, tuple[int, int]]:
         """Where a node's scratch buffers begin and end; one node after the other uses the same bytes."""
