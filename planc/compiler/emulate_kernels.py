@@ -26,6 +26,7 @@ from planc.compiler.weights import stored_shape
 from planc.errors import PlancError
 from planc.plans import launches, store
 from planc.plans.launches import KV, Arg, Binary, LaunchPlan
+from planc.plans.ranks import SUM
 from planc.plans.sampling import SAMPLED
 from planc.plans.schema import Plan
 
@@ -77,7 +78,7 @@ def each_kernel(root: Path, plan: Plan, seed: int) -> Iterator[Verdict]:
 
 def _cases(graph: Graph, held: LaunchPlan, tiles: Tiles) -> Iterator[_Case]:
     """For each kernel of the plan, the first node of the smallest bucket that is run by it."""
-    left = {b.name for b in held.binaries}
+    left = {b.name for b in held.binaries if not b.name.startswith(SUM)}
     if SAMPLED in held.buffer:
         left -= {c.kernel.name for c in sampling(graph, held.page_table_stride).calls(Bucket(1, 1, 1))}
     types = {**graph.types, **page_table(held.page_table_stride)}

@@ -76,12 +76,40 @@ class Function:
 
 @dataclass
 class Node:
+    """A node of a graph, and those before it."""
+
+    deps: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return "a graph"
+
+
+@dataclass
+class Kernel(Node):
     """A kernel launch of a graph."""
 
     function: Function
     grid: Grid
     params: bytes
-    deps: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+@dataclass
+class Child(Node):
+    """A graph in a graph."""
+
+    graph: Graph
+
+
+@dataclass
+class Captured(Node):
+    """What was enqueued on a stream whose work goes to a graph."""
+
+    work: Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -97,14 +125,14 @@ class Pointer:
 class Reach:
     """What a launch may touch: by each pointer the buffer that it is of."""
 
-    def __init__(self, pointers: Sequence[Pointer], others: Sequence[Pointer] = ()) -> None:
+    def __init__(self, pointers: Sequence[Pointer] = (), others: Sequence[Pointer] = ()) -> None:
         """`others` are what a kernel reaches through a pointer of the same number, or finds in memory (number -1)."""
         self.pointers = pointers
         tags = {p.number: tag for tag, p in enumerate(pointers, 1)}
         rows = [(p, tags.get(p.number, 0)) for p in (*pointers, *others)]
         self.spans = Spans([(tagged(p.start, tag), tagged(p.stop, tag), p.name) for p, tag in rows])
 
-    def params(self, node: Node) -> bytes:
+    def params(self, node: Kernel) -> bytes:
         """The launch's parameters with tagged pointers."""
         out = bytearray(node.params)
         for tag, pointer in enumerate(self.pointers, 1):
@@ -152,6 +180,7 @@ class State:
         self.handles: dict[int, Any] = {}
         self.group: Sequence[State] = (self,)  # all GPUs of the machine
         self.streams: dict[int, list[Callable[[], object]]] = {0: []}
+        self.capturing: dict[int, Graph] = {}  # by stream, where its work goes
         self._doing: dict[int, Iterator[bool]] = {}  # by stream, the launch that has begun
         self._kernel = ""
         self.pinned: dict[int, int] = {}
@@ -230,7 +259,7 @@ class State:
 
     # --- launches
 
-    def node(self, function: Function, grid: Grid, params: Sequence[bytes], deps: tuple[int, ...] = ()) -> Node:
+    def node(self, function: Function, grid: Grid, params: Sequence[bytes], deps: tuple[int, ...] = ()) -> Kernel:
         """A launch, checked as the driver checks it."""
         name, resources = function.name, function.resources
         if any(not 1 <= n <= most for n, most in zip(grid.blocks, _GRID, strict=True)):
@@ -247,9 +276,9 @@ class State:
         buffer = bytearray(function.kernel.param_bytes)
         for place, value in zip(function.kernel.params, params, strict=True):
             buffer[place.offset : place.offset + place.size] = value
-        return Node(function, grid, bytes(buffer), deps)
+        return Kernel(deps, function, grid, bytes(buffer))
 
-    def launch(self, node: Node, reach: Reach | None = None) -> Iterator[bool]:
+    def launch(self, node: Kernel, reach: Reach | None = None) -> Iterator[bool]:
         """Runs a kernel; gives False each time that it waits for another GPU."""
         params, spans = (reach.params(node), reach.spans) if reach else (node.params, None)
         kernel = running(_program(node.function.kernel), node.grid, params, self.memory, spans)
@@ -277,7 +306,7 @@ class State:
         self.memory.watcher = touched
         try:
             for index in order:
-                yield from self.launch(graph.nodes[index], reach[index] if reach else None)
+                yield from self._run(graph.nodes[index], reach[index] if reach else None)
                 if touched:
                     touched.end(index)
                 yield True
@@ -287,8 +316,20 @@ class State:
         if conflict is not None:
             raise Failure(LAUNCH_FAILED, self._conflict(graph, *conflict, reach))
 
+    def _run(self, node: Node, reach: Reach | None) -> Iterator[bool]:
+        """One node of a graph."""
+        if isinstance(node, Kernel):
+            yield from self.launch(node, reach)
+        elif isinstance(node, Child):
+            for index in random_order([inner.deps for inner in node.graph.nodes], self.random):
+                yield from self._run(node.graph.nodes[index], None)
+        elif isinstance(node, Captured):
+            made = node.work()
+            if isinstance(made, Iterator):
+                yield from made
+
     def _conflict(self, graph: Graph, a: int, b: int, address: int, reach: Sequence[Reach] | None) -> str:
-        names = f"launch {a} ({graph.nodes[a].function.name}) and launch {b} ({graph.nodes[b].function.name})"
+        names = f"launch {a} ({graph.nodes[a].name}) and launch {b} ({graph.nodes[b].name})"
         pointers = reach[a].pointers if reach else ()
         found = (f"byte {address - p.start} of {p.name}" for p in pointers if p.start <= address < p.stop)
         place = next(found, f"0x{address:x}")
@@ -300,7 +341,12 @@ class State:
         """Work for a stream."""
         if stream not in self.streams:
             raise Failure(INVALID_HANDLE, f"0x{stream:x} is no stream")
-        self.streams[stream].append(work)
+        graph = self.capturing.get(stream)
+        if graph is None:
+            self.streams[stream].append(work)
+        else:
+            last = len(graph.nodes) - 1
+            graph.nodes.append(Captured((last,) if graph.nodes else (), work))
 
     def synchronize(self, stream: int) -> None:
         """Runs all that was enqueued on a stream, and of other GPUs what comes in between."""

@@ -24,6 +24,7 @@ from planc.emulator.device import (
     NO_PEERS,
     PEERS_ALREADY,
     UNKNOWN,
+    Child,
     Event,
     Failure,
     Function,
@@ -347,6 +348,21 @@ def _end_event(state: State, event: int) -> None:
     del state.handles[event]
 
 
+@_call("cuStreamBeginCapture", c_void_p, c_int)
+def _begin_capture(state: State, stream: int, mode: int) -> None:
+    if stream not in state.streams or stream in state.capturing:
+        raise Failure(INVALID_VALUE, f"0x{stream:x} is no stream that can begin to be captured")
+    state.capturing[stream] = Graph()
+
+
+@_call("cuStreamEndCapture", c_void_p, POINTER(c_void_p))
+def _end_capture(state: State, stream: int, out: Any) -> None:
+    graph = state.capturing.pop(stream, None)
+    if graph is None:
+        raise Failure(INVALID_VALUE, f"0x{stream:x} is not being captured")
+    out[0] = state.add(graph)
+
+
 # --- modules and launches
 
 
@@ -409,14 +425,27 @@ def _kernel_node(state: State, out: Any, graph: int, deps: Any, count: int, para
     kernel, owner = state.get(given.func or 0, Function), state.get(graph, Graph)
     if given.extra:
         raise Failure(INVALID_VALUE, f"kernel {kernel.name}: parameters in one buffer are not emulated")
-    before = []
+    before = _before(state, owner, deps, count, f"kernel {kernel.name}")
+    grid = Grid(tuple(given.grid), _threads(kernel, tuple(given.block)), given.shared)
+    owner.nodes.append(state.node(kernel, grid, _values(kernel, given.kernel_params), before))
+    out[0] = state.add(owner.nodes[-1])
+
+
+def _before(state: State, owner: Graph, deps: Any, count: int, what: str) -> tuple[int, ...]:
+    """The places of nodes in their graph."""
+    places = []
     for n in range(count):
         node = state.get(deps[n], Node)
         if not any(node is other for other in owner.nodes):
-            raise Failure(INVALID_VALUE, f"kernel {kernel.name} depends on a node of another graph")
-        before.append(next(i for i, other in enumerate(owner.nodes) if other is node))
-    grid = Grid(tuple(given.grid), _threads(kernel, tuple(given.block)), given.shared)
-    owner.nodes.append(state.node(kernel, grid, _values(kernel, given.kernel_params), tuple(before)))
+            raise Failure(INVALID_VALUE, f"{what} depends on a node of another graph")
+        places.append(next(i for i, other in enumerate(owner.nodes) if other is node))
+    return tuple(places)
+
+
+@_call("cuGraphAddChildGraphNode", *[POINTER(c_void_p), c_void_p, POINTER(c_void_p), c_size_t], c_void_p)
+def _child_node(state: State, out: Any, graph: int, deps: Any, count: int, child: int) -> None:
+    owner, inner = state.get(graph, Graph), state.get(child, Graph)
+    owner.nodes.append(Child(_before(state, owner, deps, count, "a graph"), Graph(list(inner.nodes))))
     out[0] = state.add(owner.nodes[-1])
 
 

@@ -131,10 +131,12 @@ def _watch(state: State, executor: CudaExecutor, others: Sequence[CudaExecutor])
     state.unwatched = (executor.arenas.start["weights"],)
 
 
-def _reach(executor: CudaExecutor, launch: launches.Launch, others: Sequence[CudaExecutor]) -> Reach:
+def _reach(executor: CudaExecutor, launch: launches.Launch | None, others: Sequence[CudaExecutor]) -> Reach:
     """The buffers of a launch's arguments. A collective finds where its peers' begin in what ranks share, and reaches
     the same buffers there.
     """
+    if launch is None:  # of a library, whose kernels are not seen
+        return Reach()
     names = {n: str(a.value) for n, a in enumerate(launch.args) if a.kind == "buffer"}
     own = [Pointer(n, *executor.arenas.span(name), f"buffer {name}") for n, name in names.items()]
     if SHARED not in names.values():

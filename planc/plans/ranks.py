@@ -14,6 +14,7 @@ BLOCKS = 32  # of a collective's grid, at most: few enough to be resident togeth
 THREADS = 512  # a block
 PART = 4096  # f32 that a block sends in one shot
 EPOCHS, FLAGS, STAGING = 512, 1024, 4096  # where the parts begin, in bytes
+SUM = "sum_parts"  # what the name of the kernel begins with that adds where NCCL moves
 _F32 = 4
 # Bytes of a sum that are sent in one shot, by the number of ranks: each sends its part to all, so that more ranks send
 # more, and soon more than what a second meeting costs. Where they break even was not measured on planc's kernels.

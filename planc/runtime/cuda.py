@@ -83,10 +83,11 @@ def allocate(gpu: Gpu, plan: LaunchPlan, kv_bytes: int) -> Arenas:
 
 @dataclass(frozen=True)
 class _Graph:
-    """A bucket that is ready to run."""
+    """A bucket that is ready to run, and the launch that each of its nodes is, None for a graph."""
 
     step: StepGraph
     exec: Any
+    launches: tuple[Launch | None, ...]
 
 
 @dataclass
@@ -112,7 +113,8 @@ class CudaExecutor:
     """Runs a plan's graphs on one GPU. PlancError when it has no driver, another GPU or too little memory, or when a
     file is missing or corrupt.
 
-    Of a plan of several ranks it runs `rank`; the others must run at the same time, see cuda_ranks.
+    Of a plan of several ranks it runs `rank`, once `build` has made its graphs; the others must run at the same time,
+    see cuda_ranks.
     """
 
     def __init__(self, root: Path, plan: Plan, num_blocks: int, device: int = 0, rank: int = 0) -> None:
@@ -134,7 +136,9 @@ class CudaExecutor:
         gpu = self._opened()
         self.arenas = allocate(gpu, self.plan, kv_bytes)
         self._functions = {b.name: self._function(b) for b in self.plan.binaries}
-        self._graphs = [self._graph(g) for g in sorted(self.plan.graphs, key=lambda g: (g.tokens, g.seqs, g.rows))]
+        self.steps = sorted(self.plan.graphs, key=lambda g: (g.tokens, g.seqs, g.rows))
+        if SHARED not in self.plan.arenas:
+            self.build({})
         sampled = (sampling.RECORDS, sampling.SAMPLED) if self.samples else ()
         self._inputs = {name: self._staged(name) for name in (*INPUTS, *sampled)}
         rows = max((g.rows for g in self.plan.graphs), default=0)
@@ -208,9 +212,9 @@ class CudaExecutor:
         head = ranks.table(self.rank, acts, shared).ljust(ranks.STAGING, b"\0")  # and nobody has met anybody yet
         gpu.run("telling ranks of each other", "cuMemcpyHtoD", target, head, len(head))
 
-    def graphs(self) -> Mapping[int, tuple[Launch, ...]]:
+    def graphs(self) -> Mapping[int, tuple[Launch | None, ...]]:
         """Launches by the driver's handle of their graph, for tools that watch them."""
-        return {int(graph.exec): graph.step.launches for graph in self._graphs}
+        return {int(graph.exec): graph.launches for graph in self._graphs}
 
     @property
     def gpu(self) -> Gpu:
@@ -240,18 +244,37 @@ class CudaExecutor:
             raise PlancError(f"{path} cannot be read ({e.strerror}). Build the plan again.") from None
         return load_function(gpu, binary, image)
 
-    def _graph(self, step: StepGraph) -> _Graph:
+    def build(self, instead: Mapping[tuple[int, int], Sequence[Any]]) -> None:
+        """Makes the graphs; `instead` has what takes the place of a launch of a step: graphs and other launches."""
+        self._opened().enter()
+        self._graphs = [
+            self._graph(step, {n: parts for (s, n), parts in instead.items() if s == number})
+            for number, step in enumerate(self.steps)
+        ]
+
+    def _graph(self, step: StepGraph, instead: Mapping[int, Sequence[Any]]) -> _Graph:
         """A CUDA graph with a kernel node for each launch, and an edge for each dependency."""
         gpu, where = self._opened(), f"the graph of {step.tokens} tokens and {step.seqs} sequences"
-        nodes: list[Any] = []
+        ends: list[Any] = []  # by launch, the node that others wait for
+        made: list[Launch | None] = []
         handle = gpu.graph()
-        for launch in step.launches:
-            before = [nodes[d] for d in launch.deps]
-            with kernel_node(gpu.api, self.plan.binary[launch.kernel], launch, self.arenas) as params:
-                params.func = self._functions[launch.kernel]
-                doing = f"adding kernel {launch.kernel} to {where}"
-                nodes.append(gpu.run(doing, "cuGraphAddKernelNode", handle, before, len(before), params))
-        return _Graph(step, gpu.instantiate(where, handle))
+        for number, launch in enumerate(step.launches):
+            before = [ends[d] for d in launch.deps]
+            for part in instead.get(number, (launch,)):
+                before = [self._node(handle, part, before, where)]
+                made.append(part if isinstance(part, Launch) else None)
+            ends += before
+        return _Graph(step, gpu.instantiate(where, handle), tuple(made))
+
+    def _node(self, graph: Any, part: Any, before: Sequence[Any], where: str) -> Any:
+        """A launch, or a graph, behind other nodes."""
+        gpu = self._opened()
+        if not isinstance(part, Launch):
+            return gpu.run(f"adding a graph to {where}", "cuGraphAddChildGraphNode", graph, before, len(before), part)
+        with kernel_node(gpu.api, self.plan.binary[part.kernel], part, self.arenas) as params:
+            params.func = self._functions[part.kernel]
+            doing = f"adding kernel {part.kernel} to {where}"
+            return gpu.run(doing, "cuGraphAddKernelNode", graph, before, len(before), params)
 
     def _staged(self, name: str) -> NDArray[np.int32]:
         """Pinned memory for an input of the largest step."""

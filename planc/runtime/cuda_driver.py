@@ -152,6 +152,19 @@ class Gpu:
         self._held.append(("cuGraphDestroy", handle))
         return handle
 
+    def capture(self) -> None:
+        """Has what is enqueued next go to a graph."""
+        self.enter()
+        mode = self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED  # NCCL may allocate meanwhile
+        self.run("capturing a graph", "cuStreamBeginCapture", self.stream, mode)
+
+    def captured(self) -> Any:
+        """The graph of what was enqueued."""
+        self.enter()
+        handle = self.run("capturing a graph", "cuStreamEndCapture", self.stream)
+        self._held.append(("cuGraphDestroy", handle))
+        return handle
+
     def instantiate(self, what: str, graph: Any) -> Any:
         """A graph that can be launched."""
         handle = self.run(f"instantiating {what}", "cuGraphInstantiate", graph, 0)

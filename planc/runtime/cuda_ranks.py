@@ -1,7 +1,7 @@
 """A plan of several ranks on the GPUs of this machine: in go steps, which every GPU takes; out come logits of one.
 
 One process drives all of them. Each rank's step is started before any is waited for, since its kernels wait for those
-of the others, whose memory they read and write.
+of the others. They read and write the others' memory, or NCCL moves between them what they need.
 """
 
 from __future__ import annotations
@@ -21,24 +21,32 @@ from planc.runtime.batch import Batch, Int32
 from planc.runtime.cuda import CudaExecutor
 from planc.runtime.cuda import kv_memory as kv_memory_of_one
 from planc.runtime.cuda_driver import Driver, Gpu
+from planc.runtime.nccl import Instead, Nccl, library
 
 
 class CudaRanks:
     """Runs a plan of several ranks, rank r on GPU r.
 
-    PlancError when there are fewer GPUs than ranks, when they differ or cannot reach each other, or for what the
-    executor of one rank refuses, with its number.
+    PlancError when there are fewer GPUs than ranks, when they differ, when they cannot reach each other and there is no
+    NCCL, or for what the executor of one rank refuses, with its number.
     """
 
     def __init__(self, root: Path, plan: Plan, num_blocks: int) -> None:
         self.executors: list[CudaExecutor] = []
+        self._nccl: Nccl | None = None
         self._failure: str | None = None
-        _check(root, plan)
+        apart = _check(root, plan)
+        api = library(apart) if apart else None
         try:
             for rank in range(plan.limits.ranks):
                 with _named(rank):
                     self.executors.append(CudaExecutor(root, plan, num_blocks, rank, rank))
-            _join(self.executors)
+            if api:
+                self._nccl = Nccl(api, self.executors)
+                self._build(self._nccl.instead())
+            else:
+                _join(self.executors)
+                self._build([{}] * len(self.executors))
         except BaseException:
             self.close()
             raise
@@ -77,8 +85,15 @@ class CudaRanks:
             self._failure = "; ".join(wrong)
             raise PlancError(self._failure)
 
+    def _build(self, instead: Sequence[Instead]) -> None:
+        for rank, executor in enumerate(self.executors):
+            with _named(rank):
+                executor.build(instead[rank])
+
     def close(self) -> None:
         """Give everything on the GPUs back."""
+        if self._nccl is not None:
+            self._nccl.close()
         for executor in self.executors:
             executor.close()
 
@@ -93,8 +108,10 @@ def kv_memory(root: Path, plan: Plan, utilization: float) -> int:
     return min(found)
 
 
-def _check(root: Path, plan: Plan) -> None:
-    """Refuses a machine whose GPUs are not those of the plan, before anything is loaded."""
+def _check(root: Path, plan: Plan) -> str:
+    """Refuses a machine whose GPUs are not those of the plan, before anything is loaded; says which of them cannot
+    reach another.
+    """
     driver, held, count = Driver(), launches.load(root), plan.limits.ranks
     have = driver.start(plan.target)
     if have < count:
@@ -108,7 +125,7 @@ def _check(root: Path, plan: Plan) -> None:
             with _named(rank):
                 gpus.append(Gpu(driver, held.sm, plan.target, rank))
         _check_equal(gpus)
-        _check_reach(gpus)
+        return next(_apart(gpus), "")
     finally:
         for gpu in gpus:
             gpu.close()
@@ -123,11 +140,12 @@ def _check_equal(gpus: Sequence[Gpu]) -> None:
             )
 
 
-def _check_reach(gpus: Sequence[Gpu]) -> None:
+def _apart(gpus: Sequence[Gpu]) -> Iterator[str]:
+    """What says of two GPUs that one does not reach the other's memory."""
     for rank, gpu in enumerate(gpus):
         for peer, other in enumerate(gpus):
             if rank != peer and not gpu.reaches(other):
-                raise PlancError(f"GPU {rank} cannot reach the memory of GPU {peer}")
+                yield f"GPU {rank} cannot reach the memory of GPU {peer}"
 
 
 def _join(executors: Sequence[CudaExecutor]) -> None:

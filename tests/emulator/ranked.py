@@ -9,7 +9,7 @@ import numpy as np
 
 from planc.codegen.cuda import aot
 from planc.codegen.cuda.call import Bucket
-from planc.codegen.cuda.collective import calls
+from planc.codegen.cuda.collective import calls, sum_of_parts
 from planc.compiler.ir.graph import Node, Value
 from planc.compiler.ir.types import TensorType
 from planc.plans import launches, ranks, schema, store
@@ -70,4 +70,4 @@ def _compiled(op: str, count: int, root: Path) -> tuple[launches.Binary, ...]:
     out = TensorType("f32", ("T", 8 * count if op == "all_gather" else 8))
     node = Node(op, ("x",), (Value("y", out),), tuple(attrs.items()))
     made = calls(node, {"x": TensorType("f32", ("T", 8))}, Bucket(1, 1, 1))
-    return aot.compile([made[0].kernel], 90, root / "kernels")
+    return aot.compile([made[0].kernel, sum_of_parts(count)], 90, root / "kernels")

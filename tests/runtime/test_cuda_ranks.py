@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -106,3 +109,129 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(plan) -> None:
             executor.step(STEP)
         with pytest.raises(PlancError, match=r"rank 1: .*; open the plan again"):
             executor.step(STEP)
+
+
+# --- GPUs that cannot reach each other's memory
+
+APART = replace(H100, peers=False)
+
+
+class FakeNccl(ModuleType):
+    """What planc uses of nccl4py, on emulated GPUs: moves are captured, and happen when all ranks have come to them."""
+
+    class NCCLError(Exception):
+        pass
+
+    def __init__(self, states: list[State]) -> None:
+        super().__init__("nccl.bindings.nccl")
+        self.states, self.ended = states, list[int]()
+        self.moves = Counter[str]()
+
+    def comm_init_all(self, count: int, devices: list[int]) -> list[int]:
+        assert devices == list(range(count)) == list(range(len(self.states)))
+        return devices
+
+    def comm_destroy(self, rank: int) -> None:
+        self.ended.append(rank)
+
+    def group_start(self) -> None:
+        self.group: list[tuple[str, int, int, int, int]] = []
+
+    def all_gather(self, send: int, recv: int, count: int, kind: int, rank: int, stream: int) -> None:
+        assert kind == 7
+        self.group.append(("all_gather", send, recv, count, stream))
+
+    def allto_all(self, send: int, recv: int, count: int, kind: int, rank: int, stream: int) -> None:
+        assert kind == 7
+        self.group.append(("allto_all", send, recv, count, stream))
+
+    def group_end(self) -> None:
+        group, came, done = self.group, [0] * len(self.states), [0]
+        assert len(group) == len(self.states)
+        assert len({(op, count) for op, _, _, count, _ in group}) == 1
+
+        def meet(rank: int) -> Iterator[bool]:
+            came[rank] += 1
+            this = came[rank]
+            while min(came) < this:
+                yield False
+            if done[0] < this:
+                done[0] = this
+                self.move(group)
+
+        for rank, (*_, stream) in enumerate(group):
+            self.states[rank].enqueue(stream, lambda rank=rank: meet(rank))
+
+    def move(self, group: list[tuple[str, int, int, int, int]]) -> None:
+        op, _, _, count, _ = group[0]
+        self.moves[op] += 1
+        slices = 1 if op == "all_gather" else len(group)
+        sent = [
+            state.memory.take(places(send, count * slices), 4).reshape(slices, count)
+            for state, (_, send, *_) in zip(self.states, group, strict=True)
+        ]
+        for rank, (state, (_, _, recv, *_)) in enumerate(zip(self.states, group, strict=True)):
+            parts = np.concatenate([part[rank % slices] for part in sent])
+            state.memory.store(places(recv, parts.size), parts, 4)
+
+
+def places(address: int, count: int) -> np.ndarray:
+    return np.uint64(address) + np.arange(count, dtype=np.uint64) * np.uint64(4)
+
+
+@contextmanager
+def apart(plan: tuple[Path, schema.Plan], monkeypatch) -> Iterator[tuple[CudaRanks, FakeNccl]]:
+    with gpus(plan, APART, APART, APART) as states:
+        nccl = FakeNccl(states)
+        monkeypatch.setitem(sys.modules, "nccl.bindings.nccl", nccl)
+        with closing(CudaRanks(*plan, 8)) as executor:
+            yield executor, nccl
+        assert sorted(nccl.ended) == [0, 1, 2]
+        assert [state.memory.used for state in states] == [0] * 3
+
+
+@pytest.mark.parametrize(
+    ("one_shot", "piece", "moves"),
+    [
+        (1 << 20, None, {"all_gather": 1}),
+        (0, None, {"allto_all": 1, "all_gather": 2}),  # an exchange, a gather of its sums, one of what is left over
+        (0, 100, {"allto_all": 4, "all_gather": 5}),  # in pieces of 100 elements a rank
+    ],
+)
+def test_nccl_moves_and_kernels_add(tmp_path, monkeypatch, one_shot: int, piece: int | None, moves: dict) -> None:
+    plan = write_plan(tmp_path / "plan", "all_reduce", 4 * VOCAB - 1, count=3)
+    monkeypatch.setattr(ranks, "_ONE_SHOT", ((16, one_shot),))
+    if piece:
+        monkeypatch.setattr(ranks, "nbytes", lambda count: ranks.STAGING + 4 * piece * count)
+    with apart(plan, monkeypatch) as (executor, nccl):
+        for _ in range(2):
+            logits = executor.step(STEP)
+            np.testing.assert_array_equal(logits, sum(one_hot(token(A, r), token(B, r)) for r in range(3)))
+        assert nccl.moves == {op: 2 * count for op, count in moves.items()}
+
+
+def test_nccl_gathers(tmp_path, monkeypatch) -> None:
+    plan = write_plan(tmp_path / "plan", "all_gather", VOCAB, count=3)
+    with apart(plan, monkeypatch) as (executor, nccl):
+        np.testing.assert_array_equal(executor.step(STEP), one_hot(token(A, 0), token(A, 1)))
+        assert nccl.moves == {"all_gather": 1}
+
+
+def test_gpus_apart_without_nccl(plan, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "nccl.bindings.nccl", None)
+    says = r"GPU 0 cannot reach the memory of GPU 1, so that ranks need NCCL \(.*pip install 'planc\[nccl\]'"
+    with gpus(plan, APART, APART, APART) as states, pytest.raises(PlancError, match=says):
+        open_executor(*plan, 8)
+    assert [state.memory.used for state in states] == [0] * 3
+
+
+def test_nccl_that_fails_is_told(plan, monkeypatch) -> None:
+    def missing(count: int, devices: list[int]) -> list[int]:
+        raise RuntimeError("libnccl.so.2 cannot be found")
+
+    monkeypatch.setattr(FakeNccl, "comm_init_all", staticmethod(missing))
+    with (
+        pytest.raises(PlancError, match=r"starting NCCL failed: libnccl.so.2 .*'planc\[nccl\]'"),
+        apart(plan, monkeypatch),
+    ):
+        pass

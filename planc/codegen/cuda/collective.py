@@ -44,6 +44,13 @@ _SIGNATURE = {"x": "*fp32", "y": "*fp32", "count": "i64", "shared": "*u8"}
 _WARPS = shared.THREADS // 32
 
 
+def sum_of_parts(ranks: int) -> TritonKernel:
+    """The kernel that adds what NCCL has moved, for GPUs that cannot reach each other's memory."""
+    signature = {"parts": "*fp32", "y": "*fp32", "count": "i64"}
+    made = kernel("parts", shared.SUM, signature, {"RANKS": ranks}, num_warps=_WARPS, suffix=".cu")
+    return replace(made, constants={**made.constants, "THREADS": shared.THREADS})
+
+
 def _kernel(op: str, count: int, ranks: int) -> TritonKernel:
     """The kernel of an op that moves `count` elements a rank."""
     shots = {True: "_one_shot", False: "_two_shot"}[shared.in_one_shot(count, ranks)] if op == "all_reduce" else ""

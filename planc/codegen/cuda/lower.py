@@ -128,8 +128,11 @@ class _Lowering:
         self.sampling = sampling(graph, limits.pages)
         together = next((n for n in graph.nodes if OPS[n.op].collective), None)
         if together is not None:
+            count = int(together.attr("ranks"))  # type: ignore[arg-type]
             self.arenas[SHARED] = 0
-            self._place(SHARED, SHARED, ranks.nbytes(int(together.attr("ranks"))))  # type: ignore[arg-type]
+            self._place(SHARED, SHARED, ranks.nbytes(count))
+            added = collective.sum_of_parts(count)  # which no launch has: a runtime with NCCL makes them
+            self.kernels[added.name] = added
 
     def _input_sizes(self) -> tuple[int, ...]:
         t, s = self.limits.tokens, self.limits.seqs
@@ -174,22 +177,22 @@ class _Lowering:
     ) -> Launch:
         """A kernel's launch; the node is None behind the graph, where tokens are chosen."""
         self.kernels.setdefault(call.kernel.name, call.kernel)
-        args = tuple(self._arg(ref, scratch) for ref in call.args)
-        reads, writes = (self._spans(side, node, scratch, bucket) for side in (call.reads, call.writes))
-        return Launch(call.kernel.name, call.grid, args, hazards.add(reads, writes))
         if call.choice is not None:
             key = bucket, call.choice, call.kernel.name
             self.chosen[key] = self.chosen.get(key, 0) + 1
+        args = tuple(self._arg(ref, scratch) for ref in call.args)
+        reads, writes = (self._spans(side, node, scratch, bucket) for side in (call.reads, call.writes))
+        return Launch(call.kernel.name, call.grid, args, hazards.add(reads, writes))
 
-    def _calls(self, node: Node, bucket: Bucket) -> tuple[Call, ...]:
-        if OPS[node.op].collective:
-            return collective.calls(node, self.types, bucket)
     def products(self) -> Iterator[tuple[ProductTile, str]]:
         """How products are cut, and by which kernel."""
         for (bucket, c, name), count in self.chosen.items():
             took = round(c.cost.seconds * 1e6, 3)
             yield ProductTile(bucket.tokens, count, c.product, c.tile, took, c.cost.bound, c.measured), name
 
+    def _calls(self, node: Node, bucket: Bucket) -> tuple[Call, ...]:
+        if OPS[node.op].collective:
+            return collective.calls(node, self.types, bucket)
         return calls(node, self.types, self.sm, bucket, self.aligned, self.tiles)
 
     def _scratch(self, made: Sequence[Call]) -> dict[str, tuple[int, int]]:
