@@ -30,6 +30,31 @@ class Batch:
     logit_rows: Int32
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Tokens `ids` at positions `start`.. of a sequence whose pages are numbered from `page`, one after the other."""
+
+    ids: Sequence[int]
+    start: int
+    page: int
+
+
+def packed(pieces: Sequence[Piece], block_size: int, every_row: bool = False) -> Batch:
+    """A step of pieces, without a scheduler; logits of every token, or of each piece's last."""
+    ends = np.cumsum([len(p.ids) for p in pieces], dtype=np.int32)
+    positions = np.concatenate([np.arange(p.start, p.start + len(p.ids), dtype=np.int32) for p in pieces])
+    first = np.repeat([p.page for p in pieces], [len(p.ids) for p in pieces]).astype(np.int32)
+    width = int(positions.max()) // block_size + 1
+    return Batch(
+        ids=np.concatenate([np.asarray(p.ids, np.int32) for p in pieces]),
+        positions=positions,
+        slots=first * np.int32(block_size) + positions,
+        page_table=np.array([range(p.page, p.page + width) for p in pieces], np.int32),
+        query_start=np.concatenate([[0], ends]).astype(np.int32),
+        logit_rows=np.arange(ends[-1], dtype=np.int32) if every_row else ends - np.int32(1),
+    )
+
+
 class Executor(Protocol):
     """Runs the model. Owns weights, KV cache and activations; knows pages and tokens, not requests."""
 

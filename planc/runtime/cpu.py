@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -73,13 +73,46 @@ class CpuExecutor:
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
         """Run one step; logits [R, vocab_size], overwritten by the next one."""
+        self._run(batch, self._library.planc_step)
+        return self._logits[: len(batch.logit_rows)]
+
+    def profile(self, batch: Batch) -> NDArray[np.int64]:
+        """Run one step; nanoseconds of each launch, in the order of the graph's nodes but views."""
+        took = np.zeros(self._measuring("planc_num_launches", ctypes.c_int32), np.int64)
+        where = took.ctypes.data
+        self._run(batch, lambda handle, given: self._measuring("planc_profile", ctypes.c_int, handle, given, where))
+        return took
+
+    def limit(self, what: int, threads: int, seconds: float) -> float:
+        """What the machine can do at most in a second, measured: bytes read from memory (0), operations on f32 (1) and
+        on pairs of 16 bits (2), by the instructions of the plan's ISA.
+        """
+        given = (ctypes.c_int32(what), ctypes.c_int32(threads), ctypes.c_double(seconds))
+        return float(self._measuring("planc_limit", ctypes.c_double, *given))
+
+    def fill_cache(self) -> None:
+        """Make the KV cache hold small numbers, as if it had been used: memory that was never written costs nothing to
+        read.
+        """
+        np.frombuffer(self._kv, np.uint8)[:] = 0x3C
+
+    def _measuring(self, name: str, result: Any, *args: Any) -> Any:
+        """Call what only `planc bench` needs; PlancError when the plan is older than that."""
+        try:
+            function = getattr(self._library, name)
+        except AttributeError:
+            raise PlancError("the plan's program does not measure itself; build the plan again") from None
+        function.restype = result
+        return function(*(ctypes.c_void_p(a) if isinstance(a, int) else a for a in args))
+
+    def _run(self, batch: Batch, step: Callable[..., int]) -> None:
         if self._handle is None:
             raise PlancError("the executor is closed; open the plan again to run more steps")
         table = batch.page_table
         c_batch = _CBatch(len(batch.ids), len(table), len(batch.logit_rows), table.strides[0] // table.itemsize)
         for name in ("ids", "positions", "slots", "page_table", "query_start", "logit_rows"):
             setattr(c_batch, name, _pointer(getattr(batch, name)))
-        code = self._library.planc_step(self._handle, ctypes.byref(c_batch))
+        code = step(self._handle, ctypes.byref(c_batch))
         if code == RANK_GONE:
             raise PlancError("another rank of the plan is gone; start it again")
         if code != 0:
@@ -87,7 +120,6 @@ class CpuExecutor:
                 f"the model step returned {code} for {len(batch.ids)} tokens of {len(table)} sequences, expected 0; "
                 "run planc check and planc verify on the plan"
             )
-        return self._logits[: len(batch.logit_rows)]
 
     def group_bytes(self) -> int:
         """Bytes that collectives take of the memory that ranks share; a multiple of 64."""

@@ -7,18 +7,9 @@ import numpy as np
 
 from planc.errors import PlancError
 from planc.plans.schema import Golden, Plan
-from planc.runtime.batch import Batch, Executor
+from planc.runtime.batch import Executor, Piece, packed
 
 TIE = 0.005  # a reference margin (kept to 0.01) below which another instruction set may choose the other token
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Tokens `ids` at positions `start`.. of a sequence whose pages are numbered from `page`."""
-
-    ids: Sequence[int]
-    start: int
-    page: int
 
 
 class Scorer:
@@ -33,7 +24,7 @@ class Scorer:
     def logits(self, ids: Sequence[int], start: int) -> np.ndarray:
         """Logits [n, vocab] after each of `ids`, which follow the `start` tokens that the cache already holds."""
         size = min(self._max_rows, self._max_tokens)
-        pieces = (_Piece(ids[at : at + size], start + at, 0) for at in range(0, len(ids), size))
+        pieces = (Piece(ids[at : at + size], start + at, 0) for at in range(0, len(ids), size))
         return np.concatenate([self._step([piece], every_row=True) for piece in pieces])
 
     def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
@@ -47,32 +38,19 @@ class Scorer:
     def _greedy(self, prompts: Sequence[Sequence[int]], count: int, pages: int) -> list[list[int]]:
         made = [[self._prefill(prompt, i * pages)] for i, prompt in enumerate(prompts)]
         for n in range(1, count):
-            last = [_Piece(made[i][-1:], len(p) + n - 1, i * pages) for i, p in enumerate(prompts)]
+            last = [Piece(made[i][-1:], len(p) + n - 1, i * pages) for i, p in enumerate(prompts)]
             for tokens, row in zip(made, self._step(last), strict=True):
                 tokens.append(int(row.argmax()))
         return made
 
     def _prefill(self, prompt: Sequence[int], page: int) -> int:
         for at in range(0, len(prompt), self._max_tokens):
-            row = self._step([_Piece(prompt[at : at + self._max_tokens], at, page)])[-1]
+            row = self._step([Piece(prompt[at : at + self._max_tokens], at, page)])[-1]
         return int(row.argmax())
 
-    def _step(self, pieces: Sequence[_Piece], every_row: bool = False) -> np.ndarray:
+    def _step(self, pieces: Sequence[Piece], every_row: bool = False) -> np.ndarray:
         """Logits of every token, or of each piece's last."""
-        block = self._executor.block_size
-        ends = np.cumsum([len(p.ids) for p in pieces], dtype=np.int32)
-        positions = np.concatenate([np.arange(p.start, p.start + len(p.ids), dtype=np.int32) for p in pieces])
-        first = np.repeat([p.page for p in pieces], [len(p.ids) for p in pieces]).astype(np.int32)
-        width = int(positions.max()) // block + 1
-        batch = Batch(
-            ids=np.concatenate([np.asarray(p.ids, np.int32) for p in pieces]),
-            positions=positions,
-            slots=first * np.int32(block) + positions,
-            page_table=np.array([range(p.page, p.page + width) for p in pieces], np.int32),
-            query_start=np.concatenate([[0], ends]).astype(np.int32),
-            logit_rows=np.arange(ends[-1], dtype=np.int32) if every_row else ends - np.int32(1),
-        )
-        rows = self._executor.step(batch).copy()
+        rows = self._executor.step(packed(pieces, self._executor.block_size, every_row)).copy()
         if not np.isfinite(rows).all():
             raise PlancError("the plan's logits are not finite; look for NaN or infinity in the checkpoint's weights.")
         return rows

@@ -1,5 +1,6 @@
 // One step of a plan: every thread walks the launch list, with a barrier after each kernel.
 #pragma once
+#include <chrono>
 #include <new>
 #include <vector>
 
@@ -52,19 +53,26 @@ class Program {
         }
     }
 
-    void step(const planc_batch& batch) noexcept {
+    // `nanoseconds`, where it is given, has a place for each launch: how long it took, the wait for all threads included.
+    void step(const planc_batch& batch, int64_t* nanoseconds = nullptr) noexcept {
         const int32_t* arrays[] = {batch.ids, batch.positions, batch.slots, batch.page_table, batch.query_start, batch.logit_rows};
         for (int i = 0; i < 6; ++i) bases_[size_t(IDS + i)] = reinterpret_cast<char*>(const_cast<int32_t*>(arrays[i]));
         sizes_ = {batch.num_tokens, batch.num_seqs, batch.num_rows, batch.table_stride};
+        nanoseconds_ = nanoseconds;
         pool_.run([](void* self, int thread) noexcept { static_cast<Program*>(self)->run(thread); }, this);
     }
 
     Group& group() noexcept { return group_; }
 
    private:
+    using Clock = std::chrono::steady_clock;
+
     void run(int thread) noexcept {
+        int64_t* const took = thread == 0 ? nanoseconds_ : nullptr;
+        auto last = took ? Clock::now() : Clock::time_point();
         for (Launches launch = begin_; launch != end_; ++launch) {
             const int32_t rows = length(launch->rows);
+            if (took) took[launch - begin_] = 0;
             if (rows == 0) continue;
             void* buffers[MAX_BUFFERS];
             for (int i = 0; i < launch->count; ++i) {
@@ -72,6 +80,11 @@ class Program {
             }
             launch->kernel(buffers, &sizes_, rows, thread, pool_.size());
             pool_.barrier().wait();
+            if (took) {
+                const auto now = Clock::now();
+                took[launch - begin_] = std::chrono::duration_cast<std::chrono::nanoseconds>(now - last).count();
+                last = now;
+            }
         }
     }
 
@@ -83,6 +96,7 @@ class Program {
     const Launches begin_, end_;
     std::vector<char*> bases_;
     planc_sizes sizes_ = {};
+    int64_t* nanoseconds_ = nullptr;
     Group group_;
     Pool pool_;
 };

@@ -1,0 +1,81 @@
+"""What a node has to do: in go a node, its types and the sizes of a step, out come bytes moved and operations.
+
+Bytes are those that any kernel must move: each input and output once, of tables the rows that are asked for, of a cache
+what the step looks at.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from planc.compiler.ir.graph import Node
+from planc.compiler.ir.quant import scheme
+from planc.compiler.ir.types import TensorType
+
+PRODUCTS = ("linear", "qlinear", "expert_linear", "qexpert_linear")
+_UNCOUNTED = {"S1": 1, "P": 1, "M": 1}  # axes of inputs whose bytes are counted by what is read, or are few
+
+
+@dataclass(frozen=True)
+class Step:
+    """Sizes of a step: packed tokens, sequences, rows of logits, and the tokens that each sequence looks at."""
+
+    tokens: int
+    seqs: int
+    rows: int
+    context: int
+
+    @property
+    def dims(self) -> Mapping[str, int]:
+        return _UNCOUNTED | {"T": self.tokens, "S": self.seqs, "R": self.rows}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes moved, multiplications and additions of products, and the dtype that is multiplied."""
+
+    nbytes: float
+    operations: float = 0.0
+    dtype: str = "bf16"
+
+
+def work(n: Node, types: Mapping[str, TensorType], step: Step) -> Work:
+    """The work of a node in a step."""
+    inputs = [types[i] for i in n.inputs]
+    out = sum(v.type.nbytes(step.dims) for v in n.outputs)
+    if n.op in ("embedding", "qembedding", "take_rows", "gather"):
+        return Work(2.0 * out)
+    if n.op == "kv_append":
+        return Work(2.0 * sum(t.nbytes(step.dims) for t in inputs[:2]))
+    if n.op == "paged_attention":
+        return _attention(n, inputs, out, step)
+    if n.op == "rotary":  # a row of each of the two tables for each token
+        return Work(out + inputs[0].nbytes(step.dims) + 2.0 * step.tokens * int(inputs[1].shape[1]) * inputs[1].itemsize)
+    moved = float(out + sum(t.nbytes(step.dims) for t in inputs))
+    return _product(n, inputs, moved, step) if n.op in PRODUCTS else Work(moved)
+
+
+def _product(n: Node, inputs: list[TensorType], moved: float, step: Step) -> Work:
+    row = scheme(str(n.attr("scheme"))) if n.op.startswith("q") else None
+    act = row.act if row else None
+    first = 1 + (act is not None) + n.op.endswith("expert_linear")  # after x, its scales and the experts' ids
+    weight = inputs[first]
+    rows = prod(step.dims[d] if isinstance(d, str) else d for d in n.out.type.shape[:-1])
+    if len(weight.shape) == 3:  # of a stack of experts, those that the tokens meet are read
+        parts = inputs[first:]
+        moved -= sum(t.nbytes(step.dims) for t in parts) * max(0.0, 1 - rows / int(weight.shape[0]))
+    k = int(inputs[0].shape[-1])
+    return Work(
+        moved, 2.0 * rows * int(n.out.type.shape[-1]) * k, act or weight.dtype if row is None else act or "bf16"
+    )
+
+
+def _attention(n: Node, inputs: list[TensorType], out: float, step: Step) -> Work:
+    heads, block, dims = (int(n.attr(a)) for a in ("heads", "block", "k_dim"))  # type: ignore[arg-type]
+    dims += int(n.attr("v_dim"))  # type: ignore[arg-type]
+    window = int(n.attr("window")) or step.context  # type: ignore[arg-type]
+    seen = min(step.context, window)
+    element = {"f32": 4, "bf16": 2}.get(str(n.attr("dtype")), 1)
+    moved = inputs[0].nbytes(step.dims) + out + step.seqs * -(-seen // block) * block * heads * dims * element
+    share = 1.0 if step.tokens == step.seqs else 0.5  # a prompt's tokens see half of it on the mean
+    return Work(moved, 2.0 * step.tokens * int(inputs[0].shape[1]) * dims * seen * share)
