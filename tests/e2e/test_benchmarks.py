@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -44,3 +45,23 @@ def test_the_check_of_a_gpu_runs_on_an_emulated_one(plan) -> None:
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert all(r["ok"] for r in rows if "ok" in r)
     assert {r["step"] for r in rows if "ms" in r and "step" in r} == {"decode", "prefill"}
+
+
+def test_a_side_is_judged_by_kl_and_perplexity() -> None:
+    from benchmarks.accuracy import Side, Truth
+
+    rng = np.random.default_rng(0)
+    p, q = (4 * rng.standard_normal((70, 900)).astype(np.float32) for _ in range(2))
+    q[:40] = p[:40] + 1e-3 * q[:40] + 7  # some nearly equal, but for what softmax does not see
+    ids = [int(i) for i in rng.integers(0, 900, 70)]
+    side = Side("x", lambda ids: q)
+    side.add(Truth(p), ids)
+    lp, lq = (x.astype(np.float64) - np.log(np.exp(x.astype(np.float64)).sum(-1, keepdims=True)) for x in (p, q))
+    kl = (np.exp(lp) * (lp - lq)).sum(-1)
+    assert side.figures["mean_kl"] == pytest.approx(kl.mean(), rel=1e-4)
+    assert side.figures["top1"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).mean())
+    nll = -lq[np.arange(69), ids[1:]].mean()
+    assert side.figures["perplexity"] == pytest.approx(np.exp(nll), rel=1e-5)
+    near = Side("y", lambda ids: q[:40])
+    near.add(Truth(p[:40]), ids[:40])
+    assert near.kl == pytest.approx(kl[:40].sum(), rel=1e-2)
