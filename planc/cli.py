@@ -338,6 +338,27 @@ def _emulated(plan: Path, seed: int, kernels: bool) -> bool:
 
 @main.command()
 @click.argument("plan", type=PLAN)
+@click.option("--batch", type=int, multiple=True, metavar="N", help="Sequences of a decode step; may be repeated.")
+@click.option(
+    "--input-len", type=int, default=512, show_default=True, help="Tokens of a prompt, and before a decode step."
+)
+@click.option("--output-len", type=int, default=32, show_default=True, help="Decode steps of each batch.")
+@click.option("--threads", type=int, help="Threads; by default the CPUs that this process may use.")
+@click.option("--json", "as_json", is_flag=True)
+def bench(
+    plan: Path, batch: tuple[int, ...], input_len: int, output_len: int, threads: int | None, as_json: bool
+) -> None:
+    """Measure a plan here: prefill and decode rates, and each kernel's time and share of the machine's limits."""
+    from planc.compiler.bench import Request, lines
+    from planc.compiler.bench import bench as measured
+
+    request = Request(batch, input_len, output_len, threads)
+    report = measured(plan, request, lambda line: click.echo(line, err=True))
+    click.echo(json.dumps(report.data(), indent=1) if as_json else "\n".join(lines(report)))
+
+
+@main.command()
+@click.argument("plan", type=PLAN)
 @click.option("--seconds", type=float, default=60.0, show_default=True, help="Time to take; what is measured is kept.")
 @click.option(
     "-o",
