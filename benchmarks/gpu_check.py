@@ -2,7 +2,7 @@
 
 Loads every cubin, runs prefill and decode beside the op table's references in float32 on the CPU (not with
 --no-references: those of a large model take long), then times whole steps of several sizes, against what the plan's
-estimate and the bytes that a step must read say. Needs a GPU, or --emulated to try the script itself.
+estimate and the bytes that a step must read on each GPU say. Needs a GPU a rank, or --emulated to try the script.
 
     planc build --model M --target h200 -o plan && benchmarks/gpu_check.sh plan
 """
@@ -88,7 +88,7 @@ def timed(executor: Executor, batch: Batch, runs: int) -> float:
 def right(root: Path, plan: Plan, executor: Executor) -> bool:
     """Steps beside the references, then the goldens."""
     graph = text.read(root / store.GRAPH)
-    reference = Reference(plan, graph, [read_weights(root, plan, graph, 0)])
+    reference = Reference(plan, graph, [read_weights(root, plan, graph, rank) for rank in range(plan.limits.ranks)])
     good = True
     for name, batch in batches(plan, seed=0):
         found = compared(name, executor.step(batch).copy(), reference.step(batch))

@@ -89,7 +89,7 @@ def _cuda(graph: Graph, options: Options, root: Path, progress: Progress) -> Gen
     return Generated(
         made.program,
         made.kernels,
-        {"triton": toolchain().triton, "ptxas": toolchain().ptxas},
+        {"triton": toolchain().triton, "nvrtc": toolchain().nvrtc, "ptxas": toolchain().ptxas},
         made.weight_bytes - constant,
         constant,
         limits.pages * limits.seqs,

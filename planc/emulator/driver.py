@@ -67,6 +67,7 @@ class _KernelNodeParams(ctypes.Structure):
 
 _states: Sequence[State] = ()  # the GPUs of this process's driver
 _thread = threading.local()  # `current`: the number of the GPU that the thread's calls are for
+_lock = threading.RLock()  # as a driver's, calls may come from several threads
 _KEPT: dict[str, Any] = {}  # C function pointers by name
 _CALLS: dict[str, tuple[tuple[Any, ...], Callable[..., None]]] = {}
 _ALWAYS = ("cuGetErrorString", "cuGetErrorName", "cuInit", "cuCtxSetCurrent", "cuGraphExecDestroy")
@@ -99,6 +100,10 @@ def _find(name: str) -> int | None:
 
 def _called(name: str, function: Callable[..., None]) -> Callable[..., int]:
     def call(*args: Any) -> int:
+        with _lock:
+            return locked(*args)
+
+    def locked(*args: Any) -> int:
         if not _states:
             return NO_DEVICE
         state = _states[getattr(_thread, "current", 0)]

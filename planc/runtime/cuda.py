@@ -169,7 +169,7 @@ class CudaExecutor:
         """
         gpu = self._opened()
         gpu.enter()
-        graph = self._fitting(batch)
+        graph = self.fitting(batch)
         self._stage(batch, graph.step)
         self._stage_records(records, graph.step)
         self._where = where = f"the step of {graph.step.tokens} tokens and {graph.step.seqs} sequences"
@@ -220,6 +220,11 @@ class CudaExecutor:
     def gpu(self) -> Gpu:
         """The GPU that it runs on."""
         return self._opened()
+
+    def end_graphs(self) -> None:
+        """Gives the graphs back, ahead of all else; no step follows."""
+        if self._gpu is not None:
+            self._gpu.close("cuGraph")
 
     def close(self) -> None:
         """Give everything on the GPU back."""
@@ -301,8 +306,11 @@ class CudaExecutor:
 
     # --- a step
 
-    def _fitting(self, batch: Batch) -> _Graph:
-        """The smallest bucket that holds a batch."""
+    def fitting(self, batch: Batch) -> _Graph:
+        """The smallest bucket that holds a batch. PlancError when none does."""
+        columns, stride = batch.page_table.shape[1], self.plan.page_table_stride
+        if columns > stride:
+            raise PlancError(f"the page table has {columns} columns, the plan holds {stride}")
         need = len(batch.ids), len(batch.page_table), len(batch.logit_rows)
         for graph in self._graphs:
             if graph.step.tokens >= need[0] and graph.step.seqs >= need[1] and graph.step.rows >= need[2]:
@@ -316,8 +324,6 @@ class CudaExecutor:
         """Sends a batch, filled up to the bucket with tokens, sequences and rows that do nothing."""
         tokens, seqs, stride = step.tokens, step.seqs, self.plan.page_table_stride
         table = self._inputs["page_table"].reshape(-1, stride)
-        if batch.page_table.shape[1] > stride:
-            raise PlancError(f"the page table has {batch.page_table.shape[1]} columns, the plan holds {stride}")
         for name in ("ids", "positions", "slots"):
             self._send(name, getattr(batch, name), tokens, _PADDING.get(name, 0))
         self._send("query_start", batch.query_start, seqs + 1, int(batch.query_start[-1]))

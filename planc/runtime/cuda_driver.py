@@ -179,10 +179,13 @@ class Gpu:
         """Waits for the stream."""
         self.run(doing, "cuStreamSynchronize", self.stream)
 
-    def close(self) -> None:
-        """Gives everything back, the last first. A GPU that has failed refuses; its memory goes with the process."""
+    def close(self, only: str = "") -> None:
+        """Gives everything back, the last first, or what a function of such a name does. A GPU that has failed refuses;
+        its memory goes with the process.
+        """
         if self._held:
             self.api.cuCtxSetCurrent(self.context)
-        while self._held:
-            name, handle = self._held.pop()
+        ending = [held for held in self._held if held[0].startswith(only)]
+        self._held = [held for held in self._held if not held[0].startswith(only)]
+        for name, handle in reversed(ending):
             getattr(self.api, name)(handle)

@@ -7,6 +7,7 @@ of the others. They read and write the others' memory, or NCCL moves between the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,9 +39,7 @@ class CudaRanks:
         apart = _check(root, plan)
         api = library(apart) if apart else None
         try:
-            for rank in range(plan.limits.ranks):
-                with _named(rank):
-                    self.executors.append(CudaExecutor(root, plan, num_blocks, rank, rank))
+            self._open(root, plan, num_blocks)
             if api:
                 self._nccl = Nccl(api, self.executors)
                 self._build(self._nccl.instead())
@@ -53,6 +52,20 @@ class CudaRanks:
         first = self.executors[0]
         self.samples = first.samples
         self.num_blocks, self.block_size, self.vocab_size = first.num_blocks, first.block_size, first.vocab_size
+
+    def _open(self, root: Path, plan: Plan, num_blocks: int) -> None:
+        """The executors of all ranks, at once: most of their time goes to copies of weights, each over its own link."""
+
+        def opened(rank: int) -> CudaExecutor:
+            with _named(rank):
+                return CudaExecutor(root, plan, num_blocks, rank, rank)
+
+        ranks = range(plan.limits.ranks)
+        with ThreadPoolExecutor(len(ranks), thread_name_prefix="planc-rank") as pool:
+            futures = [pool.submit(opened, rank) for rank in ranks]
+        self.executors = [f.result() for f in futures if f.exception() is None]
+        for future in futures:
+            future.result()  # raises what the first rank that failed has said
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
         """Run one step; logits [R, vocab_size], overwritten by the next one."""
@@ -69,6 +82,7 @@ class CudaRanks:
     def _run(self, batch: Batch, records: Int32 | None = None, with_logits: bool = False) -> None:
         if self._failure is not None:
             raise PlancError(f"{self._failure}; open the plan again")
+        self.executors[0].fitting(batch)  # before any rank starts: a batch that does not fit must stop none
         self._each(lambda executor: executor.launch(batch, records, with_logits))
         self._each(CudaExecutor.finish)
 
@@ -92,10 +106,14 @@ class CudaRanks:
 
     def close(self) -> None:
         """Give everything on the GPUs back."""
-        if self._nccl is not None:
-            self._nccl.close()
-        for executor in self.executors:
-            executor.close()
+        try:
+            if self._nccl is not None:
+                for executor in self.executors:  # NCCL ends when the graphs have that it is in
+                    executor.end_graphs()
+                self._nccl.close()
+        finally:
+            for executor in self.executors:
+                executor.close()
 
 
 def kv_memory(root: Path, plan: Plan, utilization: float) -> int:

@@ -36,8 +36,9 @@ def test_startup_and_serve_print_a_row(plan) -> None:
 
 
 @pytest.mark.slow
-def test_the_check_of_a_gpu_runs_on_an_emulated_one(plan) -> None:
-    args = ["benchmarks.gpu_check", plan("llama", "bf16", "sm_90a"), "--emulated", "--runs", 1]
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_check_of_a_gpu_runs_on_an_emulated_one(plan, tp: int) -> None:
+    args = ["benchmarks.gpu_check", plan("llama", "bf16", "sm_90a", tp=tp), "--emulated", "--runs", 1]
     done = subprocess.run(
         [sys.executable, "-m", *map(str, args)], capture_output=True, text=True, timeout=300, cwd=FOLDER.parent
     )

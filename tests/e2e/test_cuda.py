@@ -123,6 +123,25 @@ def test_penalties_that_do_not_wait_for_the_ids_of_tokens_are_caught(weighted, t
     assert re.search(r"\(remember\) and launch \d+ \(scan\) of a graph touch byte \d+ of buffer kv", output.error or "")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "target", "dtype", "tp"), [("llama", "sm_89", "bf16", 2), ("mixtral", "sm_80", "f32", 2)]
+)
+def test_ranks_compute_what_their_graph_says(
+    model, tmp_path: Path, arch: str, target: str, dtype: str, tp: int
+) -> None:
+    root = built(model(arch), tmp_path / "plan", target=target, dtype=dtype, tp=tp)
+    plan = store.load(root)
+    for seed in (1, 2):
+        for verdict in whole(root, plan, seed):
+            assert verdict.ok, f"{verdict.name}: {verdict.detail}"
+    with emulated(root, plan, 6) as gpus:
+        engine = Engine(gpus.executor, Tokenizer.load(root / "tokenizer"), SchedulerLimits(64, 4, 32))
+        outputs = list(engine.generate([[1, 2, 3], [5] * 40], SamplingParams(temperature=0, max_tokens=4)))
+    assert [o.error for o in outputs] == [None, None]
+    assert [len(o.token_ids) for o in outputs] == [4, 4]
+
+
 def test_kernels_of_a_plan_without_weights(model, tmp_path: Path) -> None:
     root = built(model("llama"), tmp_path / "plan", target="h100-sxm", dtype="fp8", tp=2, weights="none")
     plan = store.load(root)
@@ -132,6 +151,7 @@ def test_kernels_of_a_plan_without_weights(model, tmp_path: Path) -> None:
     found = list(each_kernel(root, plan, seed=3))
     assert len(found) >= 10
     assert found[-1].name.startswith("token choice")
+    assert {"all_reduce_one_shot of 2 ranks", "all_gather of 2 ranks"} <= {v.name.partition(":")[0] for v in found}
     assert all(v.ok for v in found), [v for v in found if not v.ok]
 
 

@@ -14,16 +14,17 @@ import numpy as np
 import pytest
 
 from planc.emulator import driver
-from planc.emulator.device import Device, Reach, State
+from planc.emulator.device import Device, Graph, Reach, State
 from planc.emulator.ranks import EmulatedRanks
 from planc.emulator.run import allocated, device_of, emulated, texts_of
 from planc.errors import PlancError
 from planc.plans import launches, ranks, schema
 from planc.plans.ranks import SHARED
+from planc.runtime.batch import Batch
 from planc.runtime.cuda import arena_bytes
 from planc.runtime.cuda_ranks import CudaRanks
 from planc.runtime.executors import kv_memory, open_executor
-from tests.emulator.counting import VOCAB
+from tests.emulator.counting import VOCAB, batch
 from tests.emulator.ranked import STEP, A, B, one_hot, token, write_plan
 
 H100 = device_of(90, name="NVIDIA H100")
@@ -70,6 +71,18 @@ def test_the_cache_takes_what_the_fullest_gpu_has(plan) -> None:
     taken = sum(arena_bytes(launches.load(plan[0]), 0).values())
     with gpus(plan, H100, small, H100):
         assert kv_memory(*plan, 0.5) == (32 << 20) - taken
+
+
+def test_a_batch_that_does_not_fit_stops_no_rank(plan) -> None:
+    with emulated(*plan, 8) as found:
+        for batch_, says in ((batch([(list(range(40)), 0, [0, 1, 2])]), "fits no graph"), (wide(), "9 columns")):
+            with pytest.raises(PlancError, match=rf"^[^;]*{says}"):
+                found.executor.step(batch_)
+        assert len(found.executor.step(STEP)) == 2
+
+
+def wide() -> Batch:
+    return replace(STEP, page_table=np.zeros((2, 9), np.int32))
 
 
 def test_fewer_gpus_than_ranks(plan) -> None:
@@ -132,6 +145,7 @@ class FakeNccl(ModuleType):
         return devices
 
     def comm_destroy(self, rank: int) -> None:
+        assert not any(isinstance(h, Graph) for state in self.states for h in state.handles.values()), "it would wait"
         self.ended.append(rank)
 
     def group_start(self) -> None:
