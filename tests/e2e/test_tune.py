@@ -103,7 +103,7 @@ def test_a_tuning_file_that_cannot_be_used_is_named_before_any_work(plan: Path, 
     product = store.load(plan).tiles[0].product
     file, out = tmp_path / "tuning.json", tmp_path / "out"
     tuning.save(file, [tuning.Entry("sm_90a", product, Tile(64, 64, 32, 4, 3), 1.0)])
-    with pytest.raises(UsageError, match=r"entry for linear of 1 row .* on sm_90a .*: BK is 64 for this weight, not 32"):
+    with pytest.raises(UsageError, match=r"entry for linear of 1 row .* on sm_90a .*: BK is 64 for this weight, not"):
         built(model("llama"), out, tuning=file)
     with pytest.raises(UsageError, match="is for sm_90a, the build for cuda:l4; leave it out, or measure"):
         built(model("llama"), out, "l4", tuning=file)
@@ -129,7 +129,7 @@ def test_a_plan_for_another_target_or_gpu_is_refused(plan: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_builds_with_one_tuning_file_are_equal_and_a_tile_that_spills_is_named(plan: Path, model, tmp_path: Path) -> None:
+def test_builds_with_one_file_are_equal_and_a_tile_that_spills_is_named(plan: Path, model, tmp_path: Path) -> None:
     product = store.load(plan).tiles[0].product
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -137,6 +137,6 @@ def test_builds_with_one_tuning_file_are_equal_and_a_tile_that_spills_is_named(p
         built(model("llama"), tmp_path / name / "plan", tuning=tmp_path / name / "t.json")
     assert diff(tmp_path / "a" / "plan", tmp_path / "b" / "plan") == []
     tuning.save(tmp_path / "t.json", [tuning.Entry("sm_90a", product, Tile(256, 256, 64, 4, 2), 1.0)])
-    told = r"the tuning file's entry for linear of 1 row .* in tiles of 256 x 256 x 64, 4 warps, 2 stages cannot be used"
+    told = r"tuning file's entry for linear of 1 row .* in tiles of 256 x 256 x 64, 4 warps, 2 stages cannot be used"
     with pytest.raises(PlancError, match=told):
         built(model("llama"), tmp_path / "spills", tuning=tmp_path / "t.json")

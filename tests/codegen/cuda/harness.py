@@ -7,6 +7,7 @@ import numpy as np
 
 import planc.codegen.cuda
 from planc.codegen.cuda.call import Bucket, Call, Ref, calls
+from planc.codegen.cuda.tiles import Tiles
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.types import TensorType
 from planc.emulator import interpreter
@@ -17,11 +18,11 @@ Array = np.ndarray
 Runner = Callable[[Call, Mapping[str, Buffer]], None]
 
 
-def made(case: Case, arch: int, tokens: int, rows: int = 1) -> tuple[Call, ...]:
-    """The calls of a case in a bucket."""
+def made(case: Case, arch: int, tokens: int, rows: int = 1, tiles: Tiles | None = None) -> tuple[Call, ...]:
+    """The calls of a case in a bucket, products cut by `tiles`."""
     types = dict(zip(case.node.inputs, case.types, strict=True))
     types |= {v.name: v.type for v in case.node.outputs}
-    return calls(case.node, types, arch, Bucket(tokens, 1, rows))
+    return calls(case.node, types, arch, Bucket(tokens, 1, rows), tiles=tiles)
 
 
 def launch(call: Call, buffers: Mapping[str, Buffer]) -> None:
@@ -36,11 +37,17 @@ def launch(call: Call, buffers: Mapping[str, Buffer]) -> None:
 
 
 def run(
-    case: Case, arrays: Sequence[Array], arch: int, *, inplace: bool = False, runner: Runner = launch
+    case: Case,
+    arrays: Sequence[Array],
+    arch: int,
+    *,
+    inplace: bool = False,
+    runner: Runner = launch,
+    tiles: Tiles | None = None,
 ) -> list[Array]:
     """The outputs of a case. Inputs must stay as they are, but the one whose buffer the output takes (`inplace`)."""
     sizes = _sizes(case, arrays)
-    launches = made(case, arch, sizes.get("T", 1), sizes.get("R", 1))
+    launches = made(case, arch, sizes.get("T", 1), sizes.get("R", 1), tiles)
     node = case.node
     buffers = {n: Tensor.of(t, a) for n, t, a in zip(node.inputs, case.types, arrays, strict=True)}
     first = node.inputs[OPS[node.op].inplace or 0]

@@ -15,9 +15,11 @@ from planc.codegen.target import parse
 from planc.errors import UsageError
 from planc.plans.launches import Binary
 from planc.plans.tuning import Entry, Product, Tile, Tuning
-from tests.codegen.cuda.harness import made
+from tests.codegen.cuda.harness import made, run
+from tests.codegen.cuda.test_compiled import emulated, quantized
+from tests.codegen.cuda.test_compiled import product as product_of
 from tests.codegen.cuda.test_dense import row_types, weight_types
-from tests.kernels.harness import Case, case, f32, tensor
+from tests.kernels.harness import Case, assert_same_bits, case, f32, tensor
 
 FORMS = {
     "f32": "f32", "bf16": "f32", "int8": "i8", "fp8": "f8e4m3", "fp8-block": "f8e4m3",
@@ -129,3 +131,22 @@ def test_chosen_tiles_compile_and_pass_the_gate(arch: int, tmp_path: Path) -> No
     names = [n for n in FORMS if n != "f32" and not (n.startswith("fp8") and arch == 80)]
     found = {k[0].name: k for name in names for rows in (1, 32, 64, 256, 2048) for k in [kernel_of(name, arch, rows)]}
     compiled(list(found.values()), arch, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("name", [n for n in FORMS if n != "f32"])
+def test_every_tile_gives_the_same_bits(name: str, arch: int, tmp_path: Path) -> None:
+    if name.startswith("fp8") and arch == 80:
+        pytest.skip("no products of fp8")
+    c, arrays = product_of(130, 256, 256) if name == "bf16" else quantized(name, 130)
+    chosen = made(c, arch, 130)[0].choice
+    assert chosen is not None
+    tiles = {(t.bm, t.bn): t for t in reversed(candidates(arch, chosen.product))}
+    assert len(tiles) >= 4
+    cut = {size: Tiles.default(arch).with_tile(chosen.product, t) for size, t in tiles.items()}
+    aot.compile([made(c, arch, 130, tiles=t)[0].kernel for t in cut.values()], arch, tmp_path / str(arch))
+    bits = {size: run(c, arrays, arch, runner=emulated(tmp_path, arch), tiles=t)[0] for size, t in cut.items()}
+    first = next(iter(bits.values()))
+    for size, got in bits.items():
+        assert_same_bits(got, first, f"{name} on sm_{arch} in tiles of {size}")
