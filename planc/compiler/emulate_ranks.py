@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from planc.codegen.skus import SMS
 from planc.compiler.emulate import Verdict
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.refs import Attrs
@@ -17,6 +18,7 @@ from planc.plans.launches import Binary, Launch, LaunchPlan
 from planc.plans.ranks import SHARED
 
 TIMES = 3  # that each is run: what one run has sent must not be what the next one sees
+_MEMORY = 1 << 30  # of a GPU
 _MOST = 140_000  # elements of a part, more than one shot is for
 
 
@@ -38,13 +40,14 @@ def check(root: Path, held: LaunchPlan, count: int, seed: int) -> Iterator[Verdi
 
 
 def _checked(root: Path, held: LaunchPlan, binary: Binary, n: int, count: int, seed: int) -> tuple[bool, str]:
+    from planc.emulator.device import Device
     from planc.emulator.ranks import Together
-    from planc.emulator.run import device_of
 
     op, rng = "all_gather" if binary.entry == "all_gather" else "all_reduce", np.random.default_rng(seed)
     out = n * (count if op == "all_gather" else 1)
     to = -(-4 * n // 256) * 256
-    gpus = Together(device_of(held.sm), count, to + 4 * out, seed)
+    device = Device(f"an emulated sm_{held.sm}", held.sm, _MEMORY, SMS[held.sm].shared_block)
+    gpus = Together(device, count, to + 4 * out, seed)
     image, text = (root / binary.cubin).read_bytes(), (root / binary.ptx).read_text()
     messages = [[rng.standard_normal(n).astype(np.float32) for _ in range(count)] for _ in range(TIMES)]
     for parts, found in zip(messages, gpus.run(image, text, binary, messages, to), strict=True):

@@ -81,7 +81,8 @@ def _parameters(kernel: TritonKernel, binary: Binary) -> Iterator[str]:
 def _spills(kernel: TritonKernel, binary: Binary, cubin: Cubin, counts: Mapping[str, int]) -> Iterator[str]:
     stack = _spilled(cubin.kernels[binary.entry], counts)
     allowed = _STACK.get(kernel.function, _PARKED)
-    if kernel.function in (*_PRODUCTS, *_CHOICES) and stack > allowed:
+    checked = kernel.suffix == ".cu" or kernel.function in (*_PRODUCTS, *_CHOICES)
+    if checked and stack > allowed:
         yield f"it spills {stack} B a thread, {allowed} are allowed"
 
 

@@ -67,6 +67,10 @@ def test_a_good_kernel_passes() -> None:
             "it spills 24 B a thread, 16 are allowed",
             {"function": "draw", "found": replace(FOUND, stack=24), "counts": {"STL": 2}},
         ),
+        (
+            "it spills 24 B a thread, 16 are allowed",
+            {"function": "all_gather", "suffix": ".cu", "found": replace(FOUND, stack=24), "counts": {"STL": 2}},
+        ),
         ("it has no HGMMA, but HMMA", {"counts": {"HMMA": 64}}),
         ("it has no QGMMA, but HGMMA", {"signature": SIGNATURE | {"w_ptr": "*fp8e4nv"}}),
         (

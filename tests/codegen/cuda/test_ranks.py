@@ -12,9 +12,9 @@ from planc.codegen.cuda.collective import calls
 from planc.compiler.emulate_ranks import reference
 from planc.compiler.ir.graph import Node, Value
 from planc.compiler.ir.types import TensorType
+from planc.emulator.device import Device
 from planc.emulator.machine import KernelFault
 from planc.emulator.ranks import Together
-from planc.emulator.run import device_of
 from planc.errors import PlancError
 from planc.plans import ranks
 from planc.plans.launches import Binary
@@ -41,14 +41,16 @@ def compiled(
     return binary, (folder / f"{binary.name}.cubin").read_bytes(), (folder / f"{binary.name}.ptx").read_text()
 
 
-def check(made: tuple[Binary, bytes, str], count: int, sizes: list[int], seed: int, to: int | None = None) -> None:
+def check(
+    made: tuple[Binary, bytes, str], count: int, sizes: list[int], seed: int, to: int | None = None, sm: int = 90
+) -> None:
     """Messages of these sizes, one after the other; `to` is the byte of the result, of all, 0 in place of the parts."""
     binary, image, text = made
     op = GATHER if binary.entry == GATHER else "all_reduce"
     rng = np.random.default_rng(seed)
     most = 4 * max(sizes) * (count if op == GATHER else 1)
     at = -(-4 * max(sizes) // 256) * 256 if to is None else to
-    gpus = Together(device_of(90), count, at + most, seed)
+    gpus = Together(Device("any", sm, 1 << 30, 1 << 16), count, at + most, seed)
     scales = [10.0 ** rng.integers(-3, 4, n) for n in sizes]
     messages = [[(rng.standard_normal(s.size) * s).astype(np.float32) for _ in range(count)] for s in scales]
     for parts, found in zip(messages, gpus.run(image, text, binary, messages, at), strict=True):
@@ -95,7 +97,9 @@ def test_the_bits_of_an_element_do_not_depend_on_the_message(tmp_path: Path) -> 
         binary, image, text = compiled(entry, 4, tmp_path)
         wide = [np.concatenate([np.ones(before), p, np.ones(behind)]).astype(np.float32) for p in parts]
         n = wide[0].size
-        ((got, *_),) = Together(device_of(90), 4, 8 * n + 16).run(image, text, binary, [wide], -(-4 * n // 16) * 16)
+        ((got, *_),) = Together(Device("any", 90, 1 << 30, 1 << 16), 4, 8 * n + 16).run(
+            image, text, binary, [wide], -(-4 * n // 16) * 16
+        )
         found.append(got[before : before + 96])
     for other in found[1:]:
         np.testing.assert_array_equal(other, found[0])
@@ -110,6 +114,7 @@ def test_every_sm_has_them(sm: int, tmp_path: Path) -> None:
         assert f".target sm_{sm}{'a' if sm >= 90 else ''}" in text
         assert "st.release.sys" in text
         assert "ld.acquire.sys" in text
+        check((binary, (tmp_path / f"{binary.name}.cubin").read_bytes(), text), 4, [100, 100], 1, sm=sm)
 
 
 def test_the_bytes_do_not_depend_on_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
