@@ -19,6 +19,7 @@ from planc.plans import store
 from planc.plans.check import check
 from planc.plans.diff import diff
 from planc.plans.launches import load, save
+from planc.plans.ranks import SHARED, nbytes
 from planc.runtime.cuda import CudaExecutor, arena_bytes
 from planc.runtime.engine import Engine
 from planc.runtime.scheduler import SchedulerLimits
@@ -147,7 +148,10 @@ def test_kernels_of_a_plan_without_weights(model, tmp_path: Path) -> None:
     plan = store.load(root)
     assert plan.limits.ranks == 2
     assert [e.step for e in plan.estimates] == ["decode", "decode", "prefill"]
-    assert allocated(root, plan, 9) == sum(arena_bytes(load(root), 9 * plan.kv.page_bytes).values())
+    sizes, said = arena_bytes(load(root), 9 * plan.kv.page_bytes), plan.memory
+    assert sizes[SHARED] == nbytes(2)
+    assert allocated(root, plan, 9) == sum(sizes.values())
+    assert sum(sizes.values()) == said.weights + said.constants + said.arena + 9 * plan.kv.page_bytes
     found = list(each_kernel(root, plan, seed=3))
     assert len(found) >= 10
     assert found[-1].name.startswith("token choice")

@@ -6,7 +6,19 @@ One kernel has all ranks take part, each the same launch on its own GPU; what is
 from collections.abc import Mapping
 from dataclasses import replace
 
-from planc.codegen.cuda.call import Bucket, Call, Ref, TritonKernel, cdiv, i32, kernel, pointer, scratch, value
+from planc.codegen.cuda.call import (
+    Bucket,
+    Call,
+    Constant,
+    Ref,
+    TritonKernel,
+    cdiv,
+    i32,
+    kernel,
+    pointer,
+    scratch,
+    value,
+)
 from planc.compiler.ir.graph import Node
 from planc.compiler.ir.types import TensorType
 from planc.errors import PlancError
@@ -20,14 +32,14 @@ _SLEEP = 20  # nanoseconds between two looks
 
 
 def calls(node: Node, types: Mapping[str, TensorType], bucket: Bucket) -> tuple[Call, ...]:
-    """The call of all ranks, and behind an all_gather those that place the ranks' parts.
+    """The call of all ranks, and behind an all_gather the one that places the ranks' parts.
 
     PlancError when there are more ranks than the memory that they share has places for.
     """
     ranks, count = int(node.attr("ranks")), elements(node, types, bucket)  # type: ignore[arg-type]
     if ranks > shared.MOST:
         raise PlancError(f"a CUDA plan has at most {shared.MOST} ranks, got {ranks}; build it with a smaller --tp")
-    placed = places(node, types, bucket) if node.op == "all_gather" else ()
+    placed = (place(node, types, bucket),) if node.op == "all_gather" else ()
     result = scratch(GATHERED) if placed else value(node.out.name)
     made = Call(
         _kernel(node.op, count, ranks),
@@ -66,27 +78,23 @@ def elements(node: Node, types: Mapping[str, TensorType], bucket: Bucket) -> int
     return bucket.size(t.shape[0]) * t.features
 
 
-def places(node: Node, types: Mapping[str, TensorType], bucket: Bucket) -> tuple[Call, ...]:
-    """A call for each rank's part: from the gathered parts to its columns of the output. Parts that overlap are equal,
-    so their order is no matter.
-    """
+def place(node: Node, types: Mapping[str, TensorType], bucket: Bucket) -> Call:
+    """From the gathered parts to the columns of the output. Parts that overlap are equal: their order is no matter."""
     t, out = types[node.inputs[0]], node.out
-    count, width, total = elements(node, types, bucket), int(t.shape[-1]), int(out.type.shape[-1])
-    starts = node.attr("starts")
+    count, starts = elements(node, types, bucket), node.attr("starts")
     assert isinstance(starts, tuple)
-    made = []
-    for rank, start in enumerate(starts):
-        signature = {"x_ptr": pointer(t.dtype), "y_ptr": pointer(out.type.dtype), "count": "i32"}
-        constants = {"WIDTH": width, "TOTAL": total, "START": start, "BLOCK": _BLOCK}
-        args = (scratch(GATHERED, rank * count * t.itemsize), value(out.name), i32(count))
-        made.append(
-            Call(
-                kernel("collective", "place", signature, constants),
-                (cdiv(count, _BLOCK), 1, 1),
-                args,
-                reads=(GATHERED,),
-                writes=(out.name,),
-                scratch={GATHERED: len(starts) * count * t.itemsize},
-            )
-        )
-    return tuple(made)
+    signature = {"x_ptr": pointer(t.dtype), "y_ptr": pointer(out.type.dtype), "count": "i32"}
+    constants: dict[str, Constant] = {
+        "WIDTH": int(t.shape[-1]),
+        "TOTAL": int(out.type.shape[-1]),
+        "STARTS": starts,
+        "BLOCK": _BLOCK,
+    }
+    return Call(
+        kernel("collective", "place", signature, constants),
+        (cdiv(count, _BLOCK), len(starts), 1),
+        (scratch(GATHERED), value(out.name), i32(count)),
+        reads=(GATHERED,),
+        writes=(out.name,),
+        scratch={GATHERED: len(starts) * count * t.itemsize},
+    )

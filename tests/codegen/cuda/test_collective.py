@@ -1,10 +1,10 @@
-"""Parts of ranks: what NCCL gathers one behind the other ends where all_gather's reference puts it."""
+"""Parts of ranks: what is gathered one behind the other ends where all_gather's reference puts it."""
 
 import numpy as np
 import pytest
 
 from planc.codegen.cuda.call import Bucket
-from planc.codegen.cuda.collective import GATHERED, elements, places
+from planc.codegen.cuda.collective import GATHERED, elements, place
 from planc.compiler.ir.graph import Node, Value
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.types import TensorType
@@ -26,11 +26,10 @@ def test_parts_go_to_their_columns(starts: tuple[int, ...], width: int, total: i
     assert elements(node, {"x": x}, bucket) == rows * width
 
     gathered = np.concatenate([p.reshape(-1) for p in parts])
-    made = places(node, {"x": x}, bucket)
-    source, out = Buffer(made[0].scratch[GATHERED]), Buffer(whole.nbytes)
+    made = place(node, {"x": x}, bucket)
+    source, out = Buffer(made.scratch[GATHERED]), Buffer(whole.nbytes)
     source.data[: gathered.nbytes] = gathered.view(np.uint8)
-    for call in made:
-        launch(call, {GATHERED: source, "y": out})
+    launch(made, {GATHERED: source, "y": out})
     source.check(GATHERED)
     out.check("y")
     got = out.data[: whole.nbytes].view(np.float32).reshape(whole.shape)
