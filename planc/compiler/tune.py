@@ -16,6 +16,7 @@ from planc.codegen.cuda.call import Bucket, Call, calls, page_table
 from planc.codegen.cuda.lower import aligned
 from planc.codegen.cuda.tiles import Choice, Tiles, name_of, tiles_of
 from planc.codegen.target import parse
+from planc.codegen.work import PRODUCTS
 from planc.compiler.backends import check_tools
 from planc.compiler.ir import text
 from planc.compiler.ir.graph import Graph, Node
@@ -29,7 +30,6 @@ from planc.plans.schema import Plan
 from planc.plans.tuning import Entry, Product
 from planc.runtime.cuda_driver import Driver, Gpu
 
-_OPS = ("linear", "qlinear", "expert_linear", "qexpert_linear")
 _WITHIN = 1.5  # of the best predicted time: the model is off by less, so slower tiles are not worth compiling
 
 
@@ -145,7 +145,7 @@ class _Bench:
         for step in self.held.graphs:
             bucket = Bucket(step.tokens, step.seqs, step.rows)
             for node in self.graph.nodes:
-                if node.op in _OPS:
+                if node.op in PRODUCTS:
                     chosen = next(c.choice for c in self._calls(node, bucket, self.tiles) if c.choice is not None)
                     job = found.setdefault(chosen.product, _Job(node, bucket, chosen))
                     job.seconds += chosen.cost.seconds
@@ -156,8 +156,7 @@ class _Bench:
         made = self._candidates(job, progress)
         if time.monotonic() >= deadline:
             return None
-        scratch = {name: size for c in made for call in c.calls for name, size in call.scratch.items()}
-        subject = Subject(job.node, job.bucket, self.types, self.graph, scratch, self.tiles.gpu.l2_mb * 1e6)
+        subject = Subject(job.node, job.bucket, self.types, self.graph, _scratch(made), self.tiles.gpu.l2_mb * 1e6)
         took = race(self.gpu, subject, made, deadline)
         if not took:
             return None
@@ -206,3 +205,11 @@ class _Bench:
 
     def _calls(self, node: Node, bucket: Bucket, tiles: Tiles) -> tuple[Call, ...]:
         return calls(node, self.types, self.held.sm, bucket, self.wide, tiles)
+
+
+def _scratch(candidates: list[Candidate]) -> dict[str, int]:
+    """Bytes of each scratch buffer that are enough for every tile."""
+    sizes: dict[str, int] = {}
+    for name, size in ((n, s) for c in candidates for call in c.calls for n, s in call.scratch.items()):
+        sizes[name] = max(size, sizes.get(name, 0))
+    return sizes

@@ -8,7 +8,7 @@ at least 64 rows (channels, where operands are swapped) make every bucket use th
 multiple of 16 does. The sizes below are those that were seen to compile without spills in all their variants.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from planc.codegen.cuda.call import power_of_two
 from planc.codegen.skus import SMS
@@ -38,6 +38,28 @@ _SWAPPED: tuple[_Size, ...] = ((64, 128, 8), (32, 64, 4), (32, 128, 8), (16, 64,
 _RAGGED: tuple[_Size, ...] = ((64, 32, 8), (32, 32, 4), (16, 32, 4))
 _RAGGED_WGMMA: tuple[_Size, ...] = ((64, 32, 4),)
 _RAGGED_SWAPPED: tuple[_Size, ...] = ((32, 64, 4), (16, 64, 4))
+
+
+# Registers of a thread by arch and kind of product, fitted to what the assembler takes: some, and for each sum and each
+# code that is widened (`bytes`: of 8 bits) so many.
+_REGISTERS: Mapping[int, Mapping[str, tuple[float, float, float]]] = {
+    80: {
+        "floats": (50, 2.7, 0), "exact": (60, 4, 0), "codes": (60, 4, 0),
+        "bytes": (16, 2.3, 1), "widened": (20, 3, 1.6), "spread": (20, 3, 1.6),
+    },
+    90: {
+        "floats": (50, 1.6, 0), "exact": (40, 1.5, 0), "codes": (32, 2.7, 0),
+        "bytes": (16, 2.3, 1), "widened": (20, 3, 1.6), "spread": (20, 3, 1.6),
+    },
+    100: {
+        "floats": (50, 0.8, 0), "exact": (40, 1.5, 0), "codes": (32, 2.7, 0),
+        "bytes": (20, 0.5, 0.8), "widened": (20, 3, 1.6), "spread": (40, 1.5, 1.6),
+    },
+    120: {
+        "floats": (36, 2, 0), "exact": (30, 2.2, 0), "codes": (30, 2.6, 0),
+        "bytes": (16, 2.3, 1), "widened": (20, 3, 1.6), "spread": (20, 3, 1.6),
+    },
+}  # fmt: skip
 
 
 def kind(p: Product) -> str:
@@ -152,15 +174,11 @@ def shared(arch: int, p: Product, tile: Tile) -> int:
 
 
 def registers(arch: int, p: Product, tile: Tile) -> int:
-    """Registers of a thread, within a fifth of what the assembler was seen to take."""
+    """Registers of a thread, about: those of its sums and of the codes that it widens, and some."""
     form, threads = kind(p), 32 * tile.warps
-    sums = tile.bm * tile.bn / threads
-    if swapped(p):
-        found = 20 + 3 * sums + 1.6 * tile.bn * tile.bk / threads
-    elif arch in WARPGROUP:
-        found = {"floats": 50 + 1.6 * sums, "exact": 40 + 1.5 * sums, "codes": 32 + 2.7 * sums}[form]
-    else:
-        found = 60 + (2.6 if form == "floats" else 4) * sums
+    row = _REGISTERS[arch if arch in _REGISTERS else 80]
+    some, of_sums, of_codes = row["bytes" if form == "widened" and weight_bits(p) == 8 else form]
+    found = some + of_sums * tile.bm * tile.bn / threads + of_codes * tile.bn * tile.bk / threads
     return min(255, int(found))
 
 

@@ -12,6 +12,7 @@ from planc.codegen.cuda.cost import BANDWIDTH, LAUNCH, RATE
 from planc.codegen.cuda.lower import aligned
 from planc.codegen.cuda.tiles import Tiles
 from planc.codegen.skus import SKU
+from planc.codegen.work import PRODUCTS, Step, work
 from planc.compiler.ir.graph import Graph, Node
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.types import TensorType
@@ -21,8 +22,6 @@ _SAMPLING = 3  # launches that choose tokens, one after the other
 _COLLECTIVE = 10e-6  # seconds of an exchange of nothing
 CONTEXT = 1024  # tokens that each sequence of an estimated decode step looks at
 _SEQS = (1, 8, 64)
-_PRODUCTS = ("linear", "qlinear", "expert_linear", "qexpert_linear")
-_UNCOUNTED = {"S1": 1, "P": 1, "M": 1}  # axes of inputs whose bytes are counted by what is read, or are few
 
 
 def estimates(
@@ -38,13 +37,13 @@ def estimates(
 
 def _estimate(graph: Graph, tiles: Tiles, bucket: Bucket, context: int, ranks: int) -> Estimate:
     found: dict[tuple[str, str], list[float]] = {}
-    gpu, wide = tiles.gpu, aligned(graph)
+    gpu, wide, size = tiles.gpu, aligned(graph), Step(bucket.tokens, bucket.seqs, bucket.rows, context)
     for n in graph.nodes:
         if not OPS[n.op].view:
-            if n.op in _PRODUCTS:
+            if n.op in PRODUCTS:
                 seconds, bound = _product(n, graph.types, tiles, bucket, wide)
             else:
-                seconds, bound = _time(n, graph.types, gpu, bucket, context, ranks)
+                seconds, bound = _time(n, graph.types, gpu, size, ranks)
             found.setdefault((n.op, bound), []).append(seconds)
     seconds, bound = _sampling(graph, gpu, bucket)
     found["sampling", bound] = [seconds]
@@ -57,7 +56,7 @@ def _estimate(graph: Graph, tiles: Tiles, bucket: Bucket, context: int, ranks: i
 
 def _sampling(graph: Graph, gpu: SKU, bucket: Bucket) -> tuple[float, str]:
     """Seconds of choosing greedy tokens: the logits are read once, by launches of which only one has much to do."""
-    moved = _nbytes(graph.types[graph.outputs[0]], bucket)
+    moved = graph.types[graph.outputs[0]].nbytes(bucket.dims)
     memory, least = moved / (gpu.bandwidth_gbs * 1e9 * BANDWIDTH), _SAMPLING * LAUNCH
     return max((memory + least - LAUNCH, "memory"), (least, "launches"))
 
@@ -71,44 +70,15 @@ def _product(
     return chosen.seconds + (len(made) - 1) * LAUNCH, chosen.bound
 
 
-def _time(
-    n: Node, types: Mapping[str, TensorType], gpu: SKU, bucket: Bucket, context: int, ranks: int
-) -> tuple[float, str]:
+def _time(n: Node, types: Mapping[str, TensorType], gpu: SKU, step: Step, ranks: int) -> tuple[float, str]:
     """Seconds of a node's launches, and what bounds them: memory, tensor cores, NVLink or launches."""
-    moved, products = _work(n, types, bucket, context)
+    found = work(n, types, step)
     if n.op in ("all_reduce", "all_gather"):
-        sent = moved * (ranks - 1) / ranks
+        sent = found.nbytes * (ranks - 1) / ranks
         link = gpu.nvlink_gbs or 32.0  # without NVLink: PCIe 4
         return _COLLECTIVE + sent / (link / 2 * 1e9), "NVLink" if gpu.nvlink_gbs else "PCIe"
-    memory, compute = moved / (gpu.bandwidth_gbs * 1e9 * BANDWIDTH), products / (gpu.tflops["bf16"] * 1e12 * RATE)
+    memory = found.nbytes / (gpu.bandwidth_gbs * 1e9 * BANDWIDTH)
+    compute = found.operations / (gpu.tflops["bf16"] * 1e12 * RATE)
     if max(memory, compute) < LAUNCH:
         return LAUNCH, "launches"
     return max((memory, "memory"), (compute, "tensor cores"))
-
-
-def _work(n: Node, types: Mapping[str, TensorType], bucket: Bucket, context: int) -> tuple[float, float]:
-    """Bytes moved, and floating-point operations on tensor cores."""
-    inputs = [types[i] for i in n.inputs]
-    out = sum(_nbytes(v.type, bucket) for v in n.outputs)
-    if n.op in ("embedding", "qembedding"):
-        return 2.0 * out, 0.0
-    if n.op == "kv_append":
-        return 2.0 * sum(_nbytes(t, bucket) for t in inputs[:2]), 0.0
-    if n.op == "paged_attention":
-        return _attention(n, inputs, out, bucket, context)
-    return float(out + sum(_nbytes(t, bucket) for t in inputs)), 0.0
-
-
-def _attention(n: Node, inputs: list[TensorType], out: float, bucket: Bucket, context: int) -> tuple[float, float]:
-    heads, block, dims = (int(n.attr(a)) for a in ("heads", "block", "k_dim"))  # type: ignore[arg-type]
-    dims += int(n.attr("v_dim"))  # type: ignore[arg-type]
-    window = int(n.attr("window")) or context  # type: ignore[arg-type]
-    seen = min(context, window)
-    element = {"f32": 4, "bf16": 2}.get(str(n.attr("dtype")), 1)
-    moved = _nbytes(inputs[0], bucket) + out + bucket.seqs * -(-seen // block) * block * heads * dims * element
-    share = 1.0 if bucket.tokens == bucket.seqs else 0.5  # a prompt's tokens see half of it on the mean
-    return moved, 2.0 * bucket.tokens * int(inputs[0].shape[1]) * dims * seen * share
-
-
-def _nbytes(t: TensorType, bucket: Bucket) -> int:
-    return t.nbytes(_UNCOUNTED | bucket.dims)

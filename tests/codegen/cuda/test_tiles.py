@@ -117,8 +117,8 @@ def compiled(found: list[tuple[TritonKernel, Product, Tile]], arch: int, folder:
     for kernel, p, tile in found:
         binary = binaries[kernel.name]
         taken = cubin.read((folder / f"{kernel.name}.cubin").read_bytes()).kernels[binary.entry].registers
-        assert shared(arch_of(arch), p, tile) == pytest.approx(binary.shared, rel=0.3), (p, tile)
-        assert registers(arch_of(arch), p, tile) == pytest.approx(taken, rel=0.6), (p, tile)
+        assert shared(arch_of(arch), p, tile) == pytest.approx(binary.shared, rel=0.35), (p, tile)
+        assert registers(arch_of(arch), p, tile) == pytest.approx(taken, rel=0.4), (p, tile)
 
 
 def test_the_model_knows_what_a_kernel_takes(tmp_path: Path) -> None:
