@@ -69,7 +69,7 @@ class Subject:
 
 
 def race(gpu: Gpu, subject: Subject, candidates: Sequence[Candidate], deadline: float) -> list[float]:
-    """Median seconds of each candidate; nothing when the deadline passed before each had run twice."""
+    """Median seconds of each candidate; once each has run, the deadline ends it."""
     with _memory(gpu, subject, candidates) as arenas, _events(gpu) as events:
         functions = {n: load_function(gpu, b, c.images[n]) for c in candidates for n, b in c.binaries.items()}
         once = [_Lap(gpu, arenas, c, functions, 1, 1) for c in candidates]
