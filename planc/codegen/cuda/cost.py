@@ -18,16 +18,16 @@ from planc.plans.tuning import Product, Tile
 # of 4.8 TB/s.
 RATE, BANDWIDTH = 0.8, 0.9
 LAUNCH = 2e-6  # seconds that a kernel in a graph takes at least
-_CLOCK = 1.7e9  # of an SM, about; bytes and operations below are those of one cycle, from NVIDIA's tuning guides
-_SHARED, _LANES = 128 * _CLOCK, 128 * _CLOCK
-_L2 = 32 * _CLOCK  # where all SMs load; one alone gets twice as much
-_FROM_L2, _FROM_MEMORY = 0.3e-6, 0.8e-6  # seconds until a load is there, under load
-_WARPS = 8  # of an SM that keep its tensor cores busy; fewer wait for their own loads between products
-_FILLED = 0.9  # of the SMs
-_FEW = 0.7  # share of the rate that they reach
-# Operations a code until it is bf16: conversions run at a quarter or half of the rate of others.
+_CLOCK = 1.7e9  # of an SM, about
+_SHARED, _LANES = 128 * _CLOCK, 128 * _CLOCK  # an SM's bytes of shared memory and operations, as published
+# The rest is assumed, and planc tune prints what it leads to beside what it measures. An SM gets 64 bytes a cycle from
+# L2, half of it where all SMs load; seconds until a load is there, while others are on their way.
+_L2 = 32 * _CLOCK
+_FROM_L2, _FROM_MEMORY = 0.3e-6, 0.8e-6
+_WARPS, _FEW = 8, 0.7  # of an SM that keep its tensor cores busy, and the share of the rate that fewer reach
+_WIDEN = {"widened": 4, "spread": 10}  # operations a code until it is bf16
+_FILLED = 0.9  # of the SMs, that have work
 _POWERS = (1, 2, 4, 8, 16)
-_WIDEN = {"widened": 4, "spread": 10}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def cost(gpu: SKU, p: Product, tile: Tile) -> Cost:
     resident = residents(gpu, p, tile)
     share = -(-work.blocks // gpu.sms)  # blocks of the busiest SM
     rounds = -(-share // resident)
-    wait = _FROM_L2 + (_FROM_MEMORY - _FROM_L2) / work.down  # weights come from memory once
+    wait = _FROM_L2 + (_FROM_MEMORY - _FROM_L2) * work.weights / work.down  # each comes from memory once
     steps = -(-p.k // tile.bk)
     took = {
         "memory": _moved(gpu, p, work) / (gpu.bandwidth_gbs * 1e9 * BANDWIDTH),
@@ -93,9 +93,8 @@ def residents(gpu: SKU, p: Product, tile: Tile) -> int:
 def _cut(p: Product, tile: Tile) -> _Work:
     """Rows spread evenly over the experts that have any."""
     weights = min(p.experts, p.rows) if p.experts else 1
-    each = p.rows / weights
-    down = -(-p.rows // weights // tile.bm) * weights if p.experts else -(-p.rows // tile.bm)
-    return _Work(weights, down, -(-p.n // tile.bn), each * weights / down)
+    down = weights * -(-p.rows // (weights * tile.bm))
+    return _Work(weights, down, -(-p.n // tile.bn), p.rows / down)
 
 
 def _channel_bytes(p: Product) -> float:
