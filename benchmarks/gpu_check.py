@@ -2,7 +2,8 @@
 
 Loads every cubin, runs prefill and decode beside the op table's references in float32 on the CPU (not with
 --no-references: those of a large model take long), then times whole steps of several sizes, against what the plan's
-estimate and the bytes that a step must read on each GPU say. Needs a GPU a rank, or --emulated to try the script.
+estimate and the bytes that a step must read on each GPU say. Of a plan of several ranks, runs what they do together on
+one GPU first. Needs a GPU a rank, or --emulated to try the script.
 
     planc build --model M --target h200 -o plan && benchmarks/gpu_check.sh plan
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import gpu_ranks
 from benchmarks.common import median, row
 from planc.compiler.emulate import Reference, batches, compared, read_weights
 from planc.compiler.ir import text
@@ -130,10 +132,11 @@ def main() -> None:
     args = parser.parse_args()
     plan = store.load(args.plan)
     pages = min(PAGES, plan.sequence_pages * plan.limits.max_num_seqs)
+    good = plan.limits.ranks == 1 or gpu_ranks.check(args.plan, plan, args.runs, args.emulated)
     start = time.perf_counter()
     with executor_of(args.plan, plan, pages, args.emulated) as executor:
         row(benchmark="gpu_check", plan=args.plan.name, target=plan.target, load_s=time.perf_counter() - start)
-        good = args.no_references or right(args.plan, plan, executor)
+        good &= args.no_references or right(args.plan, plan, executor)
         speed(plan, executor, pages, args.runs)
     raise SystemExit(0 if good else 1)
 

@@ -69,7 +69,6 @@ class Together:
         self._shared_bytes = shared.nbytes(ranks)
         self.acts = [state.alloc(nbytes) for state in self.states]
         self.shared = [state.alloc(self._shared_bytes) for state in self.states]
-        self._nbytes = nbytes
         for rank, state in enumerate(self.states):
             state.group = self.states
             state.memory.peers += [other.memory for other in self.states if other is not state]

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.emulator import ranked
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 NAMES = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem not in ("__init__", "common", "accuracy_peers"))
 
@@ -46,6 +48,15 @@ def test_the_check_of_a_gpu_runs_on_an_emulated_one(plan, tp: int) -> None:
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert all(r["ok"] for r in rows if "ok" in r)
     assert {r["step"] for r in rows if "ms" in r and "step" in r} == {"decode", "prefill"}
+
+
+def test_what_ranks_do_together_is_checked_on_one_gpu(tmp_path, capsys) -> None:
+    from benchmarks import gpu_ranks
+
+    root, plan = ranked.write_plan(tmp_path / "plan", "all_reduce", 1000, count=3)
+    assert gpu_ranks.check(root, plan, runs=2, emulated=True)
+    (found,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (found["kernel"], found["ranks"], found["elements"], found["ok"]) == ("all_reduce_one_shot", 3, 1000, True)
 
 
 def test_a_side_is_judged_by_kl_and_perplexity() -> None:
