@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -97,6 +98,19 @@ def test_copies_of_pinned_memory_wait_for_their_stream(gpu) -> None:
     assert (host[:64] == 7).all()
     done(cu.cuMemHostUnregister(host.ctypes.data))
     done(cu.cuStreamDestroy(stream))
+
+
+def test_events_happen_when_their_stream_comes_to_them(gpu) -> None:
+    stream = done(cu.cuStreamCreate(1))
+    start, stop = (done(cu.cuEventCreate(0)) for _ in range(2))
+    done(cu.cuEventRecord(start, stream))
+    gpu.enqueue(int(stream), lambda: time.sleep(0.02))
+    done(cu.cuEventRecord(stop, stream))
+    assert says(cu.cuEventElapsedTime(start, stop))[1] == "an event that no stream has come to yet"
+    done(cu.cuStreamSynchronize(stream))
+    assert 20 <= done(cu.cuEventElapsedTime(start, stop)) < 2000
+    done(cu.cuEventDestroy(start))
+    assert says(cu.cuEventElapsedTime(start, stop))[0] == "CUDA_ERROR_INVALID_HANDLE"
 
 
 def test_what_is_no_cubin_and_what_is_no_handle(gpu) -> None:
