@@ -26,17 +26,16 @@ _L2 = 32 * _CLOCK
 _FROM_L2, _FROM_MEMORY = 0.3e-6, 0.8e-6
 _WARPS, _FEW = 8, 0.7  # of an SM that keep its tensor cores busy, and the share of the rate that fewer reach
 _WIDEN = {"widened": 4, "spread": 10}  # operations a code until it is bf16
-_FILLED = 0.9  # of the SMs, that have work
 _POWERS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of the work, the resource that they are due to, and whether there are blocks for (nearly) every SM."""
+    """Seconds of the work, the resource that they are due to, and the share of SMs that have a block."""
 
     work: float
     due: str
-    fills: bool
+    busy: float
 
     @property
     def seconds(self) -> float:
@@ -81,7 +80,7 @@ def cost(gpu: SKU, p: Product, tile: Tile) -> Cost:
     }
     due = max(took, key=lambda name: took[name])
     # The first loads of a block hide behind nothing.
-    return Cost(took[due] + rounds * wait, due, work.blocks >= _FILLED * gpu.sms)
+    return Cost(took[due] + rounds * wait, due, min(1.0, work.blocks / gpu.sms))
 
 
 def residents(gpu: SKU, p: Product, tile: Tile) -> int:

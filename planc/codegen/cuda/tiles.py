@@ -18,6 +18,7 @@ from planc.plans.tuning import Entry, Product, Tile, Tuning
 
 # Times so close are one: the first tile of the list is then taken, which buckets and GPUs share.
 _EQUAL = 1.05
+_BUSY = 0.9  # share of SMs with work that is as good as all
 # Whose figures choose where a target names an SM alone: the one of it that most data centres have.
 _DEFAULT = {80: "a100-80g", 86: "a10", 89: "l40s", 90: "h100-sxm", 100: "b200", 120: "rtx-pro-6000", 121: "gb10"}
 
@@ -64,11 +65,11 @@ class Tiles:
 
 
 def best(choices: Iterable[Choice]) -> Choice:
-    """Of those that take the least time, or as good as that, the first that has work for every SM, else the first."""
+    """Of those that take the least time, or as good as that, the first that has work for most SMs."""
     found = list(choices)
     least = min(c.cost.work for c in found)
     equal = [c for c in found if c.cost.work <= least * _EQUAL]
-    return next((c for c in equal if c.cost.fills), equal[0])
+    return max(equal, key=lambda c: min(c.cost.busy, _BUSY))
 
 
 def default_gpu(sm: int) -> SKU:

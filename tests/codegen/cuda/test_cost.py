@@ -61,8 +61,9 @@ def test_steps_in_flight_hide_latency() -> None:
 
 def test_few_channels_are_cut_finer_so_that_every_sm_has_work() -> None:
     assert chosen("h100-sxm", bf16(4096, 4096, 8)).tile.bn == 32
-    assert chosen("h100-sxm", bf16(4096, 4096, 8)).cost.fills
-    assert not cost(skus()["h100-sxm"], bf16(4096, 4096, 8), Tile(64, 64, 64, 4, 5)).fills
+    assert chosen("h100-sxm", bf16(4096, 4096, 8)).cost.busy == 128 / 132
+    assert cost(skus()["h100-sxm"], bf16(4096, 4096, 8), Tile(64, 64, 64, 4, 5)).busy == 64 / 132
+    assert chosen("a100-80g", bf16(3072, 4096, 8)).tile.bn == 32, "96 blocks on 108 SMs, not 48"
     assert chosen("h100-sxm", bf16(28672, 4096, 8)).tile.bn == 64
 
 
