@@ -50,7 +50,8 @@ def work(n: Node, types: Mapping[str, TensorType], step: Step) -> Work:
     if n.op == "paged_attention":
         return _attention(n, inputs, out, step)
     if n.op == "rotary":  # a row of each of the two tables for each token
-        return Work(out + inputs[0].nbytes(step.dims) + 2.0 * step.tokens * int(inputs[1].shape[1]) * inputs[1].itemsize)
+        angles = 2.0 * step.tokens * int(inputs[1].shape[1]) * inputs[1].itemsize
+        return Work(out + inputs[0].nbytes(step.dims) + angles)
     moved = float(out + sum(t.nbytes(step.dims) for t in inputs))
     return _product(n, inputs, moved, step) if n.op in PRODUCTS else Work(moved)
 
