@@ -32,7 +32,7 @@ from planc.plans.launches import LaunchPlan
 from planc.plans.ranks import SHARED
 from planc.plans.schema import Plan
 from planc.runtime.batch import Batch
-from planc.runtime.cuda import CudaExecutor, allocate, opened
+from planc.runtime.cuda import Arenas, CudaExecutor, allocate, opened
 from planc.runtime.cuda_ranks import CudaRanks
 
 _MEMORY = 80 << 30  # of a device whose own size does not matter; only what is used takes host memory
@@ -127,18 +127,20 @@ def texts_of(root: Path, held: LaunchPlan) -> dict[str, str]:
 def _watch(state: State, executor: CudaExecutor, others: Sequence[CudaExecutor]) -> None:
     """Tells the GPU what each launch may touch, and what no launch writes."""
     graphs = executor.graphs().items()
-    state.reach = {handle: [_reach(executor, x, others) for x in step] for handle, step in graphs}
+    state.reach = {handle: [_reach(executor, held, x, others) for x in step] for handle, (held, step) in graphs}
     state.unwatched = (executor.arenas.start["weights"],)
 
 
-def _reach(executor: CudaExecutor, launch: launches.Launch | None, others: Sequence[CudaExecutor]) -> Reach:
-    """The buffers of a launch's arguments. A collective finds where its peers' begin in what ranks share, and reaches
-    the same buffers there.
+def _reach(
+    executor: CudaExecutor, arenas: Arenas, launch: launches.Launch | None, others: Sequence[CudaExecutor]
+) -> Reach:
+    """The buffers of a launch's arguments; of inputs what its graph has of them. A collective finds where its peers'
+    begin in what ranks share, and reaches the same buffers there.
     """
     if launch is None:  # of a library, whose kernels are not seen
         return Reach()
     names = {n: str(a.value) for n, a in enumerate(launch.args) if a.kind == "buffer"}
-    own = [Pointer(n, *executor.arenas.span(name), f"buffer {name}") for n, name in names.items()]
+    own = [Pointer(n, *arenas.span(name), f"buffer {name}") for n, name in names.items()]
     if SHARED not in names.values():
         return Reach(own)
     theirs = [

@@ -14,12 +14,14 @@ from typing import Any
 
 from planc.errors import PlancError
 from planc.plans.ranks import SHARED
+from planc.plans.sampling import RECORD, RECORDS, SAMPLED
 
 LAUNCHES = "kernels/launches.json"
 ARENAS = ("weights", "kv", "act", "io", SHARED)  # the last of plans of several ranks alone
-INPUTS = ("ids", "positions", "slots", "page_table", "query_start", "logit_rows")  # the buffers of `io`, all int32
+INPUTS = ("ids", "positions", "slots", "page_table", "query_start", "logit_rows")  # of a step, all int32; then RECORDS
 KV = "kv"  # the one buffer of the arena kv, whose size the executor decides
 FORMATS = {"buffer": "<Q", "i32": "<i", "i64": "<q", "f32": "<f"}
+_WIDE = 16  # bytes; inputs begin at a multiple, as wide accesses need
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,21 @@ class Launch:
 
 @dataclass(frozen=True)
 class StepGraph:
-    """All launches of one step of at most `tokens` tokens of `seqs` sequences, with logits of `rows` rows."""
+    """All launches of one step of at most `tokens` tokens of `seqs` sequences, with logits of `rows` rows.
+
+    `inputs` are buffers of `io` that lie one behind the other, so that one copy fills them; `input_buffers` makes them.
+    """
 
     tokens: int
     seqs: int
     rows: int
+    inputs: tuple[Buffer, ...]
     launches: tuple[Launch, ...]
+
+    @property
+    def input_span(self) -> tuple[int, int]:
+        """The bytes of `io` from the first input's start to the last one's end."""
+        return self.inputs[0].offset, self.inputs[-1].offset + self.inputs[-1].nbytes
 
 
 @dataclass(frozen=True)
@@ -114,6 +125,34 @@ class LaunchPlan:
     def buffer(self) -> dict[str, Buffer]:
         """Buffers by name."""
         return {b.name: b for b in self.buffers}
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """What an argument may be: a buffer, or an input, which every graph has."""
+        return frozenset(self.buffer).union(_input_counts((0, 0, 0), 0, self.samples))
+
+    @property
+    def samples(self) -> bool:
+        """Whether steps choose tokens."""
+        return SAMPLED in self.buffer
+
+
+def input_buffers(bucket: tuple[int, int, int], stride: int, samples: bool, start: int = 0) -> tuple[Buffer, ...]:
+    """The inputs of a step of (tokens, seqs, rows) from byte `start` of `io` on; a row of its page table has `stride`
+    entries, and a plan that samples has records.
+    """
+    found = list[Buffer]()
+    for name, count in _input_counts(bucket, stride, samples).items():
+        found.append(Buffer(name, "io", start, 4 * count))
+        start += -(-4 * count // _WIDE) * _WIDE
+    return tuple(found)
+
+
+def _input_counts(bucket: tuple[int, int, int], stride: int, samples: bool) -> dict[str, int]:
+    """Integers by input, in order."""
+    tokens, seqs, rows = bucket
+    counts = dict(zip(INPUTS, (tokens, tokens, tokens, seqs * stride, seqs + 1, rows), strict=True))
+    return counts | ({RECORDS: rows * RECORD} if samples else {})
 
 
 def pack(arg: Arg, address: int = 0) -> bytes:
@@ -178,11 +217,13 @@ def problems(plan: LaunchPlan) -> Iterator[str]:
         yield f"{repeated!r} is there twice, expected once"
     for buffer in plan.buffers:
         yield from _buffer_problems(plan, buffer)
-    for name in (*INPUTS, plan.logits):
-        if name not in plan.buffer:
-            yield f"there is no buffer {name!r}"
+    if plan.logits not in plan.buffer:
+        yield f"there is no buffer {plan.logits!r}"
     fitting: set[tuple[int, int]] = set()  # arguments, by their id, and sizes that fit: most are in many launches
     for graph in plan.graphs:
+        if wrong := next(_input_problems(plan, graph), None):
+            yield f"the graph of {graph.tokens} tokens: {wrong}"
+            return  # its launches say no more
         for index, launch in enumerate(graph.launches):
             for wrong in _launch_problems(plan, index, launch, fitting):
                 yield f"launch {index} of the graph of {graph.tokens} tokens: {wrong}"
@@ -207,6 +248,25 @@ def _buffer_problems(plan: LaunchPlan, buffer: Buffer) -> Iterator[str]:
         )
 
 
+def _input_problems(plan: LaunchPlan, graph: StepGraph) -> Iterator[str]:
+    """What is wrong with the inputs of a graph: those that all graphs have, in their order, of the graph's size."""
+    sizes = (graph.tokens, graph.seqs, graph.rows)
+    counts = _input_counts(sizes, plan.page_table_stride, plan.samples)
+    if [b.name for b in graph.inputs] != list(counts):
+        yield f"its inputs are {', '.join(b.name for b in graph.inputs)}, expected {', '.join(counts)}"
+        return
+    end = 0
+    for buffer in graph.inputs:
+        if buffer.name in plan.buffer:
+            yield f"{buffer.name!r} is there twice, as an input and as a buffer, expected once"
+        yield from _buffer_problems(plan, buffer)
+        if buffer.nbytes != 4 * counts[buffer.name]:
+            yield f"input {buffer.name!r} has {buffer.nbytes} bytes, expected {4 * counts[buffer.name]}"
+        if buffer.offset < end or buffer.offset % _WIDE:
+            yield f"input {buffer.name!r} begins at byte {buffer.offset}, expected a multiple of {_WIDE} from {end} on"
+        end = buffer.offset + buffer.nbytes
+
+
 def _launch_problems(plan: LaunchPlan, index: int, launch: Launch, fitting: set[tuple[int, int]]) -> Iterator[str]:
     if not all(isinstance(d, int) and 0 <= d < index for d in launch.deps):
         yield f"{launch.kernel} depends on {list(launch.deps)}, expected launches before it"
@@ -225,7 +285,7 @@ def _launch_problems(plan: LaunchPlan, index: int, launch: Launch, fitting: set[
             continue
         if arg.kind not in FORMATS or size_of(arg) != size:
             yield f"argument {number} of {launch.kernel} is {arg.kind!r}, expected one of {size} bytes"
-        elif arg.kind == "buffer" and arg.value not in plan.buffer:
+        elif arg.kind == "buffer" and arg.value not in plan.names:
             yield f"argument {number} of {launch.kernel}: there is no buffer {arg.value!r}"
         else:
             fitting.add((id(arg), size))
@@ -236,7 +296,8 @@ def _binary(b: Binary) -> list[Any]:
 
 
 def _graph(g: StepGraph) -> str:
-    head = f'\n  {{"tokens": {g.tokens}, "seqs": {g.seqs}, "rows": {g.rows}, "launches": '
+    inputs = json.dumps([[b.name, b.offset, b.nbytes] for b in g.inputs])
+    head = f'\n  {{"tokens": {g.tokens}, "seqs": {g.seqs}, "rows": {g.rows}, "inputs": {inputs},\n   "launches": '
     return head + _rows(_launch(launch) for launch in g.launches) + "}"
 
 
@@ -267,7 +328,8 @@ def _read_graph(data: dict[str, Any], known: dict[tuple[Any, ...], Arg]) -> Step
         Launch(kernel, tuple(grid), tuple(_read_arg(a, known) for a in args), tuple(deps))
         for kernel, grid, args, deps in data["launches"]
     )
-    return StepGraph(data["tokens"], data["seqs"], data["rows"], launches)
+    inputs = tuple(Buffer(name, "io", int(offset), int(nbytes)) for name, offset, nbytes in data["inputs"])
+    return StepGraph(int(data["tokens"]), int(data["seqs"]), int(data["rows"]), inputs, launches)
 
 
 def _read_arg(row: list[Any], known: dict[tuple[Any, ...], Arg]) -> Arg:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 
 from planc.errors import PlancError
 from planc.plans import launches, ranks, sampling
-from planc.plans.launches import INPUTS, KV, Binary, Launch, LaunchPlan, StepGraph
+from planc.plans.launches import KV, Binary, Buffer, Launch, LaunchPlan, StepGraph
 from planc.plans.ranks import SHARED
 from planc.plans.schema import Plan
 from planc.runtime.batch import Batch, Int32
 from planc.runtime.cpu import check_file, check_paths
 from planc.runtime.cuda_driver import Driver, Gpu
+from planc.runtime.cuda_inputs import StepInputs, staging_bytes
 from planc.runtime.weights import MappedWeights, addresses
 
 _PLAIN_SHARED = 48 << 10  # bytes of shared memory that a kernel gets without asking
-_PADDING = {"slots": -1}  # what unused places of an input hold; the others are 0, query_start repeats its last value
 _FLAGS = {
     "weights": "the model does not fit; build it for a larger GPU, a smaller --dtype or more ranks with --tp",
     KV: "lower --kv-cache-memory-bytes or --memory-utilization",
@@ -88,24 +88,33 @@ class _Graph:
     step: StepGraph
     exec: Any
     launches: tuple[Launch | None, ...]
+    inputs: StepInputs
 
 
 @dataclass
 class Arenas:
-    """Device memory by arena; a buffer of the plan is an address in one."""
+    """Device memory by arena; a buffer of the plan, or an input of the graph it is `of`, is an address in one."""
 
     plan: LaunchPlan
     start: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    inputs: Mapping[str, Buffer] = field(default_factory=dict)
+
+    def of(self, step: StepGraph) -> Arenas:
+        """The same memory, as the launches of a graph name it."""
+        return replace(self, inputs={b.name: b for b in step.inputs})
 
     def address(self, buffer: str) -> int:
         """Where a buffer begins."""
-        found = self.plan.buffer[buffer]
+        found = self._found(buffer)
         return self.start[found.arena] + found.offset
+
+    def _found(self, buffer: str) -> Buffer:
+        return self.inputs.get(buffer) or self.plan.buffer[buffer]
 
     def span(self, buffer: str) -> tuple[int, int]:
         """The addresses from a buffer's first byte to the one behind its last."""
-        found, start = self.plan.buffer[buffer], self.address(buffer)
+        found, start = self._found(buffer), self.address(buffer)
         return start, start + (self.sizes[KV] - found.offset if found.arena == KV else found.nbytes)
 
 
@@ -123,7 +132,7 @@ class CudaExecutor:
         self.num_blocks, self.block_size = num_blocks, plan.kv.block_size
         self.vocab_size = plan.limits.vocab_size
         self.plan = launches.load(root)
-        self.samples = sampling.SAMPLED in self.plan.buffer
+        self.samples = self.plan.samples
         self._root, self._manifest, self._where = root, plan, "a step"
         self._gpu: Gpu | None = Gpu(Driver(), self.plan.sm, plan.target, device)
         try:
@@ -137,10 +146,10 @@ class CudaExecutor:
         self.arenas = allocate(gpu, self.plan, kv_bytes)
         self._functions = {b.name: self._function(b) for b in self.plan.binaries}
         self.steps = sorted(self.plan.graphs, key=lambda g: (g.tokens, g.seqs, g.rows))
+        self._staging = gpu.pinned(staging_bytes(self.steps))
         if SHARED not in self.plan.arenas:
             self.build({})
-        sampled = (sampling.RECORDS, sampling.SAMPLED) if self.samples else ()
-        self._inputs = {name: self._staged(name) for name in (*INPUTS, *sampled)}
+        self._sampled = gpu.pinned(self.plan.buffer[sampling.SAMPLED].nbytes if self.samples else 0).view(np.int32)
         rows = max((g.rows for g in self.plan.graphs), default=0)
         self._logits = gpu.pinned(rows * self.vocab_size * 4).view(np.float32).reshape(rows, self.vocab_size)
         self._copy_weights()
@@ -170,9 +179,9 @@ class CudaExecutor:
         gpu = self._opened()
         gpu.enter()
         graph = self.fitting(batch)
-        self._stage(batch, graph.step)
-        self._stage_records(records, graph.step)
         self._where = where = f"the step of {graph.step.tokens} tokens and {graph.step.seqs} sequences"
+        graph.inputs.fill(batch, records)
+        gpu.copy_in(f"copying the inputs of {where}", self.arenas.start["io"] + graph.inputs.offset, graph.inputs.bytes)
         gpu.run(where, "cuGraphLaunch", graph.exec, gpu.stream)
         rows = len(batch.logit_rows)
         if self.rank:
@@ -199,7 +208,7 @@ class CudaExecutor:
 
     def sampled(self, rows: int) -> Int32:
         """What the last step chose [rows, 2]: tokens, and the bits of the best logits."""
-        return self._inputs[sampling.SAMPLED].reshape(-1, 2)[:rows]
+        return self._sampled.reshape(-1, 2)[:rows]
 
     def logits(self, rows: int) -> NDArray[np.float32]:
         """The logits of the last step, [rows, vocab_size]."""
@@ -212,9 +221,9 @@ class CudaExecutor:
         head = ranks.table(self.rank, acts, shared).ljust(ranks.STAGING, b"\0")  # and nobody has met anybody yet
         gpu.run("telling ranks of each other", "cuMemcpyHtoD", target, head, len(head))
 
-    def graphs(self) -> Mapping[int, tuple[Launch | None, ...]]:
-        """Launches by the driver's handle of their graph, for tools that watch them."""
-        return {int(graph.exec): graph.launches for graph in self._graphs}
+    def graphs(self) -> Mapping[int, tuple[Arenas, tuple[Launch | None, ...]]]:
+        """Launches and the memory that they name, by the driver's handle of their graph, for tools that watch them."""
+        return {int(graph.exec): (self.arenas.of(graph.step), graph.launches) for graph in self._graphs}
 
     @property
     def gpu(self) -> Gpu:
@@ -262,31 +271,25 @@ class CudaExecutor:
         gpu, where = self._opened(), f"the graph of {step.tokens} tokens and {step.seqs} sequences"
         ends: list[Any] = []  # by launch, the node that others wait for
         made: list[Launch | None] = []
-        handle = gpu.graph()
+        handle, arenas = gpu.graph(), self.arenas.of(step)
         for number, launch in enumerate(step.launches):
             before = [ends[d] for d in launch.deps]
             for part in instead.get(number, (launch,)):
-                before = [self._node(handle, part, before, where)]
+                before = [self._node(handle, part, before, arenas, where)]
                 made.append(part if isinstance(part, Launch) else None)
             ends += before
-        return _Graph(step, gpu.instantiate(where, handle), tuple(made))
+        inputs = StepInputs(self.plan, step, self._staging)
+        return _Graph(step, gpu.instantiate(where, handle), tuple(made), inputs)
 
-    def _node(self, graph: Any, part: Any, before: Sequence[Any], where: str) -> Any:
+    def _node(self, graph: Any, part: Any, before: Sequence[Any], arenas: Arenas, where: str) -> Any:
         """A launch, or a graph, behind other nodes."""
         gpu = self._opened()
         if not isinstance(part, Launch):
             return gpu.run(f"adding a graph to {where}", "cuGraphAddChildGraphNode", graph, before, len(before), part)
-        with kernel_node(gpu.api, self.plan.binary[part.kernel], part, self.arenas) as params:
+        with kernel_node(gpu.api, self.plan.binary[part.kernel], part, arenas) as params:
             params.func = self._functions[part.kernel]
             doing = f"adding kernel {part.kernel} to {where}"
             return gpu.run(doing, "cuGraphAddKernelNode", graph, before, len(before), params)
-
-    def _staged(self, name: str) -> NDArray[np.int32]:
-        """Pinned memory for an input of the largest step."""
-        nbytes = self.plan.buffer[name].nbytes
-        staged: NDArray[np.int32] = self._opened().pinned(nbytes).view(np.int32)
-        staged[:] = 0
-        return staged
 
     def _copy_weights(self) -> None:
         gpu, files = self._opened(), [MappedWeights(self._root / n) for n in self._manifest.weight_files_of(self.rank)]
@@ -319,38 +322,6 @@ class CudaExecutor:
             f"a step of {need[0]} tokens of {need[1]} sequences with {need[2]} rows of logits fits no graph of the "
             "plan; lower --max-num-batched-tokens or --max-num-seqs to what planc inspect shows"
         )
-
-    def _stage(self, batch: Batch, step: StepGraph) -> None:
-        """Sends a batch, filled up to the bucket with tokens, sequences and rows that do nothing."""
-        tokens, seqs, stride = step.tokens, step.seqs, self.plan.page_table_stride
-        table = self._inputs["page_table"].reshape(-1, stride)
-        for name in ("ids", "positions", "slots"):
-            self._send(name, getattr(batch, name), tokens, _PADDING.get(name, 0))
-        self._send("query_start", batch.query_start, seqs + 1, int(batch.query_start[-1]))
-        self._send("logit_rows", batch.logit_rows, step.rows, 0)
-        table[: len(batch.page_table), : batch.page_table.shape[1]] = batch.page_table
-        table[len(batch.page_table) : seqs] = 0
-        self._copy_in("page_table", seqs * stride)
-
-    def _stage_records(self, records: Int32 | None, step: StepGraph) -> None:
-        """Sends what is wanted of each row; rows without a record are left as they are."""
-        if self.samples:
-            staged = self._inputs[sampling.RECORDS].reshape(-1, sampling.RECORD)
-            staged[: step.rows] = 0
-            if records is not None:
-                staged[: len(records)] = records
-            self._copy_in(sampling.RECORDS, step.rows * sampling.RECORD)
-
-    def _send(self, name: str, values: NDArray[np.int32], count: int, padding: int) -> None:
-        staged = self._inputs[name]
-        staged[: len(values)] = values
-        staged[len(values) : count] = padding
-        self._copy_in(name, count)
-
-    def _copy_in(self, name: str, count: int) -> None:
-        gpu, source = self._opened(), self._inputs[name]
-        target = self.arenas.address(name)
-        gpu.run(f"copying {name}", "cuMemcpyHtoDAsync", target, int(source.ctypes.data), 4 * count, gpu.stream)
 
 
 def _runs(wanted: NDArray[np.bool_]) -> list[tuple[int, int]]:

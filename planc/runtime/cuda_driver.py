@@ -171,6 +171,10 @@ class Gpu:
         self._held.append(("cuGraphExecDestroy", handle))
         return handle
 
+    def copy_in(self, doing: str, to: int, source: NDArray[Any]) -> None:
+        """Enqueues a copy from a pinned array to the GPU, which reads it when it comes to it."""
+        self.run(doing, "cuMemcpyHtoDAsync", to, int(source.ctypes.data), source.nbytes, self.stream)
+
     def copy_out(self, doing: str, to: NDArray[Any], source: int) -> None:
         """Enqueues a copy from the GPU to a pinned array."""
         self.run(doing, "cuMemcpyDtoHAsync", int(to.ctypes.data), source, to.nbytes, self.stream)

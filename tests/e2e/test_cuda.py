@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -25,6 +26,7 @@ from planc.runtime.engine import Engine
 from planc.runtime.scheduler import SchedulerLimits
 from planc.runtime.sequence import SamplingParams
 from planc.runtime.tokenizer import Tokenizer
+from tests.emulator.counting import calls
 
 MAX = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "reference": "none", "calib": "none"}
 # Architecture, target, dtype and cache: between them every kind of product, mask, norm and router.
@@ -76,17 +78,12 @@ class OnHost:
         self.vocab_size = executor.vocab_size
 
 
-def test_an_engine_gives_the_tokens_of_the_hosts_sampler(weighted, monkeypatch) -> None:
-    """Prompts in chunks beside decodes, with too few pages for all; logits leave the device for one sequence alone."""
+def test_an_engine_gives_the_tokens_of_the_hosts_sampler(weighted) -> None:
+    """Prompts in chunks beside decodes, with too few pages for all; a step is one copy in, and tokens out; logits leave
+    the device for one sequence alone.
+    """
     root = weighted("llama", "sm_90a", "fp8", "bf16")
-    plan, copied = store.load(root), list[int]()
-    copy = CudaExecutor._copy_logits
-
-    def counted(executor: CudaExecutor, where: str, start: int, stop: int) -> None:
-        copied.append(stop - start)
-        copy(executor, where, start, stop)
-
-    monkeypatch.setattr(CudaExecutor, "_copy_logits", counted)
+    plan = store.load(root)
     penalties = {"repetition_penalty": 1.5, "frequency_penalty": 1.0, "logit_bias": ((7, 2.0),)}
     ways = [
         {"temperature": 0},
@@ -100,11 +97,17 @@ def test_an_engine_gives_the_tokens_of_the_hosts_sampler(weighted, monkeypatch) 
     for on_device in (True, False):
         with emulated(root, plan, 6) as gpu:
             assert isinstance(gpu.executor, CudaExecutor)
+            made = calls(gpu.executor.gpu)
             executor = gpu.executor if on_device else OnHost(gpu.executor)
             engine = Engine(executor, Tokenizer.load(root / "tokenizer"), SchedulerLimits(64, 4, 32))
             found.append([(o.token_ids, o.finish_reason) for o in engine.generate(prompts, asked)])
         if on_device:
-            assert copied == [1] * 4
+            count = Counter(name for name, _ in made)
+            assert count["cuMemcpyHtoDAsync"] == count["cuGraphLaunch"] > 4
+            out = [nbytes for name, nbytes in made if name == "cuMemcpyDtoHAsync"]
+            assert sorted(out)[-4:] == [4 * plan.limits.vocab_size] * 4
+            assert sorted(out)[-5] <= 8 * 4, "a token and the bits of its logit, of four sequences"
+            assert len(out) <= count["cuGraphLaunch"] + 4
     assert found[0] == found[1]
 
 

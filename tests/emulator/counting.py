@@ -14,6 +14,7 @@ from planc.plans import launches, schema, store
 from planc.plans.launches import KV, Arg, Binary, Buffer, Launch, LaunchPlan, StepGraph
 from planc.plans.tensors import Writer
 from planc.runtime.batch import Batch
+from planc.runtime.cuda_driver import Gpu
 from tests.runtime.cplan import BLOCK, MAX_LEN, MAX_SEQS, MAX_TOKENS, PLAN, SHIFT, VOCAB, expected
 
 SOURCES = Path(__file__).parent / "kernels"
@@ -48,6 +49,7 @@ def step(tokens: int, seqs: int) -> StepGraph:
         tokens,
         seqs,
         seqs,
+        launches.input_buffers((tokens, seqs, seqs), PAGES, samples=False),
         (
             Launch("counting-append", (tokens, 1, 1), tuple(Arg("buffer", n) for n in ("ids", "slots", KV)), ()),
             Launch("counting-digest", (seqs, 1, 1), (*pointers, Arg("i32", PAGES), Arg("i32", seqs)), (0,)),
@@ -59,14 +61,12 @@ def step(tokens: int, seqs: int) -> StepGraph:
 
 
 def launch_plan(sm: int, binaries: tuple[Binary, ...]) -> LaunchPlan:
-    counts = {"ids": MAX_TOKENS, "positions": MAX_TOKENS, "slots": MAX_TOKENS, "page_table": MAX_SEQS * PAGES}
-    counts |= {"query_start": MAX_SEQS + 1, "logit_rows": MAX_SEQS}
-    io = [Buffer(name, "io", 1024 * n, 4 * count) for n, (name, count) in enumerate(counts.items())]
+    graphs = (step(1, 1), step(MAX_SEQS, MAX_SEQS), step(MAX_TOKENS, MAX_SEQS))
     key, logits = Buffer("key", "act", 0, 4 * MAX_SEQS), Buffer("logits", "act", 256, 4 * MAX_SEQS * VOCAB)
     shift = Buffer("shift", "weights", 256, 4)
-    arenas = {"weights": 512, "kv": 0, "act": 256 + -(-logits.nbytes // 256) * 256, "io": 1024 * len(io)}
-    graphs = (step(1, 1), step(MAX_SEQS, MAX_SEQS), step(MAX_TOKENS, MAX_SEQS))
-    buffers = (*io, key, logits, shift, Buffer(KV, KV, 0, 0))
+    act, io = (-(-n // 256) * 256 for n in (256 + logits.nbytes, graphs[-1].input_span[1]))
+    arenas = {"weights": 512, "kv": 0, "act": act, "io": io}
+    buffers = (key, logits, shift, Buffer(KV, KV, 0, 0))
     return LaunchPlan(sm, binaries, buffers, arenas, graphs, "logits", PAGES)
 
 
@@ -79,6 +79,19 @@ def write_plan(root: Path, sm: int = 90) -> schema.Plan:
         file.write("shift", np.array([SHIFT], np.int32))
     program = schema.Program(launches.LAUNCHES, 0, 0, ("shift",))
     return store.seal(root, replace(PLAN, target=f"cuda:sm_{sm}{'a' if sm >= 90 else ''}", program=program))
+
+
+def calls(gpu: Gpu) -> list[tuple[str, int]]:
+    """Grows by every call of the driver from now on: its name, and the bytes of a copy."""
+    found: list[tuple[str, int]] = []
+    run = gpu.run
+
+    def noted(doing: str, name: str, *args: Any) -> Any:
+        found.append((name, int(args[2]) if name.startswith("cuMemcpy") else 0))
+        return run(doing, name, *args)
+
+    gpu.run = noted  # type: ignore[method-assign]
+    return found
 
 
 def batch(chunks: list[tuple[list[int], int, list[int]]]) -> Batch:

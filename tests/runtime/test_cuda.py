@@ -17,6 +17,7 @@ from planc.errors import PlancError
 from planc.plans import launches, schema, store
 from planc.plans.launches import Arg, LaunchPlan
 from planc.runtime import cuda_driver
+from planc.runtime.batch import Batch
 from planc.runtime.cuda import CudaExecutor, arena_bytes, kv_memory
 from tests.emulator import counting
 from tests.emulator.counting import batch, expected
@@ -101,6 +102,31 @@ def test_places_that_a_batch_leaves_empty_write_no_cache(plan) -> None:
     assert written.tolist() == [16, 17, 18, *range(48, 64), *range(80, 84), 112]
 
 
+def test_a_step_is_one_copy_in_of_its_graphs_inputs_a_launch_and_a_copy_out(plan) -> None:
+    """In buckets of 32, 1, 4 and 1 tokens, so that each finds what a larger or smaller one has left."""
+    one, four = batch([(C, 0, PAGES_C)]), batch([([*B, 5], 3, PAGES_B), (C, 0, PAGES_C)])
+    logits_row, found = 4 * counting.VOCAB, []
+    with emulated(*plan, BLOCKS) as gpu:
+        calls = counting.calls(gpu.executor.gpu)
+        for step, nbytes, rows, says in (
+            (PREFILL, 3 * 128 + 128 + 32 + 16, 2, expected(A, 1) + expected(B, 1)),
+            (one, 3 * 16 + 32 + 16 + 4, 1, expected(C, 1)),
+            (four, 3 * 16 + 128 + 32 + 16, 2, expected([*B, 5], 1) + expected(C, 1)),
+            (one, 3 * 16 + 32 + 16 + 4, 1, expected(C, 1)),
+        ):
+            calls.clear()
+            found.append(gpu.executor.step(step).argmax(-1).tolist() == says)
+            assert calls == [
+                ("cuCtxSetCurrent", 0),
+                ("cuMemcpyHtoDAsync", nbytes),
+                ("cuGraphLaunch", 0),
+                ("cuMemcpyDtoHAsync", rows * logits_row),
+                ("cuCtxSetCurrent", 0),
+                ("cuStreamSynchronize", 0),
+            ]
+    assert found == [True] * 4
+
+
 def test_a_step_from_another_thread(plan) -> None:
     found: list[int] = []
     with emulated(*plan, BLOCKS) as gpu:
@@ -179,6 +205,16 @@ def test_a_broken_plan_is_caught(name: str, seed: int, plan, tmp_path) -> None:
         assert "kernel" in str(e)  # noqa: PT017 - either way it is caught
     else:
         assert not right(logits)
+
+
+@pytest.mark.parametrize(("step", "slots"), [(PREFILL, 128), (batch([(B, 0, PAGES_B)]), 16), (batch([(C, 0, [7])]), 4)])
+def test_a_kernel_that_reads_another_input_behind_its_own_is_caught(step: Batch, slots: int, plan, tmp_path) -> None:
+    """By a token more than the graph has, whose slot is what comes next: padding, or the page table."""
+    change = in_graphs(lambda n, x: replace(x, grid=(x.grid[0] + 1, 1, 1)) if n == 0 else x)
+    with pytest.raises(
+        PlancError, match=rf"append: a load of 4 bytes .* byte {slots} of buffer slots, which has {slots};"
+    ):
+        run_emulated(*changed(plan, tmp_path, change), [step], BLOCKS)
 
 
 def test_a_random_order_alone_shows_a_missing_edge_sooner_or_later(plan, tmp_path) -> None:

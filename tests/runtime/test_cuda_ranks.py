@@ -25,6 +25,7 @@ from planc.runtime.cuda import arena_bytes
 from planc.runtime.cuda_ranks import CudaRanks
 from planc.runtime.executors import kv_memory, open_executor
 from tests.emulator.counting import VOCAB, batch
+from tests.emulator.counting import calls as calls_of
 from tests.emulator.ranked import STEP, A, B, one_hot, token, write_plan
 
 H100 = device_of(90, name="NVIDIA H100")
@@ -53,6 +54,15 @@ def test_steps_of_three_ranks(plan) -> None:
             np.testing.assert_array_equal(logits, sum(one_hot(token(A, r), token(B, r)) for r in range(3)))
         executor.close()
         executor.close()
+
+
+def test_a_rank_takes_a_step_by_one_copy_and_the_first_alone_gives_logits(plan) -> None:
+    with gpus(plan, H100, H100, H100), closing(CudaRanks(*plan, 8)) as executor:
+        calls = [calls_of(e.gpu) for e in executor.executors]
+        executor.step(STEP)
+    copies = [[call for call in of if call[0].startswith("cuMemcpy")] for of in calls]
+    inputs = ("cuMemcpyHtoDAsync", 3 * 128 + 128 + 32 + 16)  # of 32 tokens of 4 sequences
+    assert copies == [[inputs, ("cuMemcpyDtoHAsync", 2 * 4 * VOCAB)], [inputs], [inputs]]
 
 
 def test_memory_is_what_the_plan_says_and_all_of_it_is_given_back(plan) -> None:

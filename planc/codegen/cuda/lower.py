@@ -16,9 +16,9 @@ from planc.compiler.ir.graph import Graph, Node
 from planc.compiler.ir.ops import OPS
 from planc.errors import PlancError
 from planc.plans import ranks
-from planc.plans.launches import INPUTS, KV, Arg, Binary, Buffer, Launch, LaunchPlan, StepGraph
+from planc.plans.launches import INPUTS, KV, Arg, Binary, Buffer, Launch, LaunchPlan, StepGraph, input_buffers
 from planc.plans.ranks import SHARED
-from planc.plans.sampling import RECORD, RECORDS, SAMPLED
+from planc.plans.sampling import RECORDS, SAMPLED
 from planc.plans.schema import ProductTile
 
 _ALIGN = 256  # bytes, as cudaMalloc aligns
@@ -118,13 +118,10 @@ class _Lowering:
         self.aligned = aligned(graph)
         self.weights = {w.name for w in graph.weights}
         self.arenas = {"weights": 0, KV: 0, "act": self._activations(), "io": 0}
-        self.buffers: dict[str, Buffer] = {}
-        for name, count in zip(INPUTS, self._input_sizes(), strict=True):
-            self._place(name, "io", count * 4)
-        self.buffers[KV] = Buffer(KV, KV, 0, 0)
+        self.buffers: dict[str, Buffer] = {KV: Buffer(KV, KV, 0, 0)}
         self.buffer(graph.outputs[0])
-        self._place(RECORDS, "io", limits.seqs * RECORD * 4)
         self._place(SAMPLED, "io", limits.seqs * 2 * 4)
+        self.inputs_start = self.arenas["io"]  # of every bucket: a step has ended before the next one's come
         self.sampling = sampling(graph, limits.pages)
         together = next((n for n in graph.nodes if OPS[n.op].collective), None)
         if together is not None:
@@ -133,10 +130,6 @@ class _Lowering:
             self._place(SHARED, SHARED, ranks.nbytes(count))
             added = collective.sum_of_parts(count)  # which no launch has: a runtime with NCCL makes them
             self.kernels[added.name] = added
-
-    def _input_sizes(self) -> tuple[int, ...]:
-        t, s = self.limits.tokens, self.limits.seqs
-        return (t, t, t, s * self.limits.pages, s + 1, s)
 
     def _activations(self) -> int:
         ends = [a + self.types[n].extent(self.largest.dims) for n, a in self.addresses.items() if a is not None]
@@ -170,7 +163,14 @@ class _Lowering:
         made = self.sampling.calls(bucket)
         scratch = self._scratch(made)
         launches += [self._launch(call, None, bucket, scratch, hazards) for call in made]
-        return StepGraph(bucket.tokens, bucket.seqs, bucket.rows, tuple(launches))
+        return StepGraph(bucket.tokens, bucket.seqs, bucket.rows, self._inputs(bucket), tuple(launches))
+
+    def _inputs(self, bucket: Bucket) -> tuple[Buffer, ...]:
+        """The inputs of a bucket, for which `io` has room behind what is chosen."""
+        sizes = (bucket.tokens, bucket.seqs, bucket.rows)
+        found = input_buffers(sizes, self.limits.pages, True, self.inputs_start)
+        self.arenas["io"] = max(self.arenas["io"], _aligned(found[-1].offset + found[-1].nbytes))
+        return found
 
     def _launch(
         self, call: Call, node: Node | None, bucket: Bucket, scratch: Mapping[str, tuple[int, int]], hazards: Hazards
@@ -211,6 +211,8 @@ class _Lowering:
     def _arg(self, ref: Ref, scratch: Mapping[str, tuple[int, int]]) -> Arg:
         if ref.kind == "scratch":
             return Arg("buffer", _SCRATCH, scratch[str(ref.value)][0] + ref.offset)
+        if ref.value in (*INPUTS, RECORDS):
+            return Arg("buffer", str(ref.value), ref.offset)
         if ref.kind == "value":
             return Arg("buffer", self.buffer(str(ref.value)).name, ref.offset)
         return Arg(ref.kind, ref.value)

@@ -12,8 +12,9 @@ from planc.codegen.target import parse
 from planc.compiler.ir.graph import Graph
 from planc.passes.options import Options
 from planc.passes.pipeline import run as run_passes
-from planc.plans.launches import Binary, LaunchPlan, from_json, problems, to_json
+from planc.plans.launches import INPUTS, Binary, LaunchPlan, from_json, problems, to_json
 from planc.plans.ranks import SHARED
+from planc.plans.sampling import RECORD, RECORDS, SAMPLED
 from tests.lifted import lifted
 from tests.models import tiny
 from tests.moe import MOE
@@ -68,6 +69,20 @@ def test_a_launch_plan_has_no_problems_and_reads_back(name: str, planned: Callab
     assert list(problems(plan)) == []
     assert from_json(to_json(plan)) == plan
     assert sum(made.counts.values()) == sum(len(g.launches) for g in plan.graphs)
+
+
+def test_a_bucket_brings_no_more_inputs_than_it_holds_and_all_begin_where_one_does(
+    planned: Callable[..., Graph],
+) -> None:
+    plan = with_binaries(lower(planned("llama"), 90, LIMITS, buckets(LIMITS)))
+    spans = [g.input_span for g in plan.graphs]
+    assert {start for start, _ in spans} == {plan.buffer[SAMPLED].nbytes + 192} == {256}
+    one = 3 * 16 + 4 * LIMITS.pages + 2 * 16 + 4 * RECORD
+    largest = 3 * 4 * 128 + 8 * 4 * LIMITS.pages + 48 + 32 + 8 * 4 * RECORD
+    assert [stop - start for start, stop in (spans[0], spans[-1])] == [one, largest]
+    assert plan.arenas["io"] == -(-(256 + largest) // 256) * 256
+    named = {str(a.value) for g in plan.graphs for x in g.launches for a in x.args}
+    assert named >= {*INPUTS, RECORDS}
 
 
 def test_launches_of_a_chain_wait_for_one_another_and_layers_of_the_cache_do_not(planned: Callable[..., Graph]) -> None:
