@@ -33,6 +33,8 @@ struct AttentionInputs {
 namespace detail {
 
 constexpr int CHUNK = 256;      // positions that are summed on their own
+constexpr int AHEAD = 64;       // positions that are asked of memory before their turn: pages lie far apart
+constexpr int LINE = 64;        // bytes that come together
 constexpr int TILE_ROWS = 24;   // (token, head) rows that walk a chunk of K and V while it is in the cache
 
 // The state of one row's softmax over the chunks so far.
@@ -55,6 +57,9 @@ class PagedAttention {
     static constexpr int TILE_TOKENS = std::max(1, detail::TILE_ROWS / GROUP);
     // Rows in registers: a token's query heads in equal parts (all that decode has), and as many as fit.
     static constexpr int FEW = (GROUP + (GROUP - 1) / MAX_TILE_ROWS) / ((GROUP - 1) / MAX_TILE_ROWS + 1);
+    // Whether rows so few are those of decode, which reads the cache once: the others find it in their own caches.
+    template <int MR>
+    static constexpr bool STREAMS = MR <= FEW;
     static constexpr int VALUE_VECS = (V_DIM + LANES - 1) / LANES;
     static constexpr int WIDTH = VALUE_VECS * LANES;
     static_assert(BLOCK_SIZE % LANES == 0 && detail::CHUNK % LANES == 0);
@@ -160,13 +165,23 @@ class PagedAttention {
         Vec peak[MR];
         for (int m = 0; m < MR; ++m) peak[m] = splat(-std::numeric_limits<float>::infinity());
         int j = first;
-        for (; j + NB * LANES <= last; j += NB * LANES) score_blocks<MR, NB>(c, rows, pages, head, j, peak);
-        for (; j < last; j += LANES) score_blocks<MR, 1>(c, rows, pages, head, j, peak);
+        for (; j + NB * LANES <= last; j += NB * LANES) score_blocks<MR, NB>(c, rows, pages, head, j, {first, last}, peak);
+        for (; j < last; j += LANES) score_blocks<MR, 1>(c, rows, pages, head, j, {first, last}, peak);
         for (int m = 0; m < MR; ++m) c.peak[m] = max(peak[m]);
     }
 
+    // Where 16 keys from position j of the chunk on begin; beyond its part, as many of the part's values from its first on.
+    PLANC_INLINE const char* key_or_value(int base, int j, Range part, const int32_t* pages, int head) const {
+        const bool key = j < part.end;
+        const int position = base + (key ? j : std::min(part.begin + j - part.end, part.end - 1));
+        const int page = pages[position / BLOCK_SIZE], slot = position % BLOCK_SIZE;
+        return reinterpret_cast<const char*>(key ? Cache<Config>::key(in_.cache.keys, page, head, slot)
+                                                 : Cache<Config>::value(in_.cache.values, page, head, slot));
+    }
+
     template <int MR, int NB>
-    PLANC_INLINE void score_blocks(Chunk<MR>& c, const Row* rows, const int32_t* pages, int head, int j, Vec (&peak)[MR]) const {
+    PLANC_INLINE void score_blocks(Chunk<MR>& c, const Row* rows, const int32_t* pages, int head, int j, Range part,
+                                   Vec (&peak)[MR]) const {
         const Element* key[NB];
         const float* q[MR];
         Vec acc[MR][NB] = {}, scale[NB];
@@ -176,7 +191,17 @@ class PagedAttention {
             scale[b] = scales(in_.cache.key_scales, position, pages, head, Config::SCALE);
         }
         for (int m = 0; m < MR; ++m) q[m] = rows[m].q;
+        [[maybe_unused]] const char* ahead[NB];
+        if constexpr (STREAMS<MR>) {
+            for (int b = 0; b < NB; ++b) ahead[b] = key_or_value(c.base, j + b * LANES + detail::AHEAD, part, pages, head);
+        }
         for (int d = 0; d < K_DIM; ++d) {
+            if constexpr (STREAMS<MR>) {
+                constexpr int STEP = BLOCK_SIZE * int(sizeof(Element));  // bytes from a d to the next
+                PLANC_UNROLL for (int b = 0; b < NB; ++b) {
+                    if (d * STEP % detail::LINE == 0) prefetch(ahead[b] + d * STEP);
+                }
+            }
             Vec k[NB];
             PLANC_UNROLL for (int b = 0; b < NB; ++b) k[b] = load_as_float(key[b] + int64_t(d) * BLOCK_SIZE);
             PLANC_UNROLL for (int m = 0; m < MR; ++m) {
@@ -273,7 +298,17 @@ class PagedAttention {
         for (int j = part.begin; j < part.end;) {
             const int slot = (base + j) % BLOCK_SIZE, stop = std::min(part.end, j + BLOCK_SIZE - slot);
             const Element* row = Cache<Config>::value(in_.cache.values, pages[(base + j) / BLOCK_SIZE], head, slot);
+            const Element* ahead = row;
+            if constexpr (STREAMS<MR>) {
+                const int then = base + std::min(j + detail::AHEAD, part.end - 1);
+                ahead = Cache<Config>::value(in_.cache.values, pages[then / BLOCK_SIZE], head, then % BLOCK_SIZE);
+            }
             for (; j < stop; ++j, row += V_DIM) {
+                if constexpr (STREAMS<MR>) {
+                    const char* line = reinterpret_cast<const char*>(ahead + first * LANES);
+                    PLANC_UNROLL for (int at = 0; at < NV * LANES * int(sizeof(Element)); at += detail::LINE) prefetch(line + at);
+                    ahead += V_DIM;
+                }
                 Vec x[NV];
                 PLANC_UNROLL for (int v = 0; v < NV; ++v) x[v] = load_value(row, first + v);
                 PLANC_UNROLL for (int m = 0; m < MR; ++m) {

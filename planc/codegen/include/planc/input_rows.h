@@ -13,9 +13,15 @@
 namespace planc {
 
 namespace detail {
-// k of an unpacked panel: 16 KB for 16 columns, half of the L1 cache, of f32 or of pairs.
+// k of an unpacked panel of 16 columns, a multiple of `unit`: in equal parts, of which one takes no more than 20 KB as f32
+// and 16 KB as pairs, so that it stays in the L1 cache beside a tile of rows.
+constexpr int PANEL_UNIT = 128;  // the largest
 template <class X>
-constexpr int PANEL_K = std::is_same_v<X, int8_t> ? 512 : 256;
+constexpr int panel_k(int k, int unit) {
+    constexpr int MOST = std::is_same_v<X, int8_t> ? 512 : 320;
+    const int parts = (k + MOST - 1) / MOST, each = (k + parts - 1) / parts;
+    return (each + unit - 1) / unit * unit;
+}
 // Floats from one row of `k` widened elements to the next, or from its even pairs to its odd ones: whole vectors, and a line
 // more, as a power of two would put all rows into one set of the cache.
 constexpr int apart(int k, int per_float) { return (k + 63) / 64 * 64 / per_float + LANES; }
@@ -79,9 +85,9 @@ class DenseRows {
 template <class Base, int WIDTH, class Element = typename Base::X>
 class WideRows : public Base {
     static constexpr bool PAIRS = std::is_same_v<Element, int8_t>;
-    // Of a row that was prepared whole, or for one panel.
+    // Of a row that was prepared whole, or for one panel, whatever its unit.
     template <bool IN_PANELS>
-    static constexpr int ODD = detail::apart(IN_PANELS ? detail::PANEL_K<Element> : WIDTH, PAIRS ? 4 : 1);
+    static constexpr int ODD = detail::apart(IN_PANELS ? detail::panel_k<Element>(WIDTH, detail::PANEL_UNIT) : WIDTH, PAIRS ? 4 : 1);
     template <bool IN_PANELS>
     static constexpr int STRIDE = ODD<IN_PANELS> * (PAIRS ? 2 : 1);
 

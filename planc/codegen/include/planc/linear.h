@@ -16,7 +16,7 @@ namespace planc {
 namespace detail {
 
 constexpr int PREFETCH_BYTES = 4096;  // ahead of the line in use: some 100 ns at 40 GB/s
-constexpr int PANEL_ROWS = 192;       // rows a panel serves: with PANEL_K they take 192 KB, within the L2 cache
+constexpr int PANEL_ROWS = 192;       // rows a panel serves: they take 240 KB at most, within the L2 cache
 constexpr int PANEL_MIN_ROWS = 24;    // from here on unpacking a panel costs less than widening in every row tile
 
 // A panel is one row tile's weights already widened: [k][NV][16] f32.
@@ -124,7 +124,8 @@ template <class Config, class Rows>
 class LinearTiles {
     using Format = typename Config::Format;
     static constexpr int N = Config::N, K = Config::K, SCALE_K = Format::SCALE_K;
-    static constexpr int PANEL_K = detail::PANEL_K<typename Format::X>;
+    static constexpr int PANEL_K = detail::panel_k<typename Format::X>(K, SCALE_K == 0 ? LANES : SCALE_K);
+    static_assert(SCALE_K <= detail::PANEL_UNIT);
     static constexpr bool BIAS = Config::BIAS;
     using PackedSource = std::conditional_t<Format::DOTS, detail::PackedPairs, detail::Packed<Format>>;
     using PanelSource = std::conditional_t<Format::DOTS, detail::PanelPairs<PANEL_VECS>, detail::Panel<PANEL_VECS>>;
