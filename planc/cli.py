@@ -339,14 +339,18 @@ def _emulated(plan: Path, seed: int, kernels: bool) -> bool:
 @main.command()
 @click.argument("plan", type=PLAN)
 @click.option("--batch", type=int, multiple=True, metavar="N", help="Sequences of a decode step; may be repeated.")
-@click.option(
-    "--input-len", type=int, default=512, show_default=True, help="Tokens of a prompt, and before a decode step."
-)
-@click.option("--output-len", type=int, default=32, show_default=True, help="Decode steps of each batch.")
+@click.option("--input-len", type=int, help="Tokens of a prompt, and before a decode step; 512 if the plan has them.")
+@click.option("--output-len", type=int, help="Decode steps of each batch; 32 if the plan has them.")
 @click.option("--threads", type=int, help="Threads; by default the CPUs that this process may use.")
 @click.option("--json", "as_json", is_flag=True)
+@_build_extra
 def bench(
-    plan: Path, batch: tuple[int, ...], input_len: int, output_len: int, threads: int | None, as_json: bool
+    plan: Path,
+    batch: tuple[int, ...],
+    input_len: int | None,
+    output_len: int | None,
+    threads: int | None,
+    as_json: bool,
 ) -> None:
     """Measure a plan here: prefill and decode rates, and each kernel's time and share of the machine's limits."""
     from planc.compiler.bench import Request, lines

@@ -56,10 +56,16 @@ def work(n: Node, types: Mapping[str, TensorType], step: Step) -> Work:
     return _product(n, inputs, moved, step) if n.op in PRODUCTS else Work(moved)
 
 
+def first_weight(n: Node) -> int:
+    """Where a product's weight is among its inputs: after x, its scales, the experts' ids."""
+    act = n.op.startswith("q") and scheme(str(n.attr("scheme"))).act is not None
+    return 1 + act + n.op.endswith("expert_linear")
+
+
 def _product(n: Node, inputs: list[TensorType], moved: float, step: Step) -> Work:
     row = scheme(str(n.attr("scheme"))) if n.op.startswith("q") else None
     act = row.act if row else None
-    first = 1 + (act is not None) + n.op.endswith("expert_linear")  # after x, its scales and the experts' ids
+    first = first_weight(n)
     weight = inputs[first]
     rows = prod(step.dims[d] if isinstance(d, str) else d for d in n.out.type.shape[:-1])
     if len(weight.shape) == 3:  # of a stack of experts, those that the tokens meet are read
@@ -75,8 +81,16 @@ def _attention(n: Node, inputs: list[TensorType], out: float, step: Step) -> Wor
     heads, block, dims = (int(n.attr(a)) for a in ("heads", "block", "k_dim"))  # type: ignore[arg-type]
     dims += int(n.attr("v_dim"))  # type: ignore[arg-type]
     window = int(n.attr("window")) or step.context  # type: ignore[arg-type]
-    seen = min(step.context, window)
+    own = step.tokens // step.seqs  # of a sequence: the last of those that it looks at
+    pages = -(-min(step.context, window + own - 1) // block)
     element = {"f32": 4, "bf16": 2}.get(str(n.attr("dtype")), 1)
-    moved = inputs[0].nbytes(step.dims) + out + step.seqs * -(-seen // block) * block * heads * dims * element
-    share = 1.0 if step.tokens == step.seqs else 0.5  # a prompt's tokens see half of it on the mean
-    return Work(moved, 2.0 * step.tokens * int(inputs[0].shape[1]) * dims * seen * share)
+    position = heads * (dims * element + (8 if "k_scale_offset" in dict(n.attrs) else 0))
+    moved = inputs[0].nbytes(step.dims) + out + step.seqs * pages * block * position
+    return Work(moved, 2.0 * step.seqs * _seen(step.context, own, window) * int(inputs[0].shape[1]) * dims)
+
+
+def _seen(last: int, own: int, window: int) -> int:
+    """The sum of min(p, window) over the `own` positions up to `last`: what each of these tokens looks at."""
+    first, growing = last - own + 1, min(last, window)
+    rest = last - max(growing, first - 1)
+    return max(0, growing - first + 1) * (first + growing) // 2 + rest * window

@@ -16,11 +16,11 @@ from planc.codegen.cuda import collective
 from planc.codegen.cuda.call import Bucket, Call, Ref, calls, page_table
 from planc.codegen.cuda.lower import aligned, sampling
 from planc.codegen.cuda.tiles import Tiles, tiles_of
+from planc.codegen.work import PRODUCTS, first_weight
 from planc.compiler.emulate import Verdict
 from planc.compiler.ir import text
 from planc.compiler.ir.graph import Graph, Node
 from planc.compiler.ir.ops import OPS
-from planc.compiler.ir.quant import scheme
 from planc.compiler.ir.types import DTYPES, PACKED, TensorType
 from planc.compiler.weights import stored_shape
 from planc.errors import PlancError
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _NUMBERS = 64  # integers of a value that points into nothing are below this
 _BLOCKS = 6  # of a grid that are run
-_PRODUCTS = frozenset({"linear", "qlinear", "expert_linear", "qexpert_linear", "paged_attention", "matmul"})
+_SUMS = frozenset({*PRODUCTS, "paged_attention", "matmul"})
 _MOST = {True: 0.01, False: 1e-4}  # relative RMS error of products, whose inputs are rounded to bf16, and of others
 _NOISE = 1 << 18  # random elements; larger inputs repeat them
 _MEMORY = 64 << 30
@@ -102,12 +102,13 @@ def _checked(root: Path, plan: Plan, graph: Graph, held: LaunchPlan, case: _Case
     inputs = _Inputs(plan, graph, case, rng)
     arrays = {name: inputs.array(name) for name in dict.fromkeys(case.node.inputs)}
     outs = {v.name: _poisoned(v.type, case.bucket) for v in case.node.outputs}
-    wanted_kv = arrays[KV].copy() if KV in arrays else None
+    before = arrays[KV].copy() if KV in arrays else None
     _launch(root, held, case, arrays, outs)
     if not outs:
-        assert wanted_kv is not None
-        _reference(case, {**arrays, KV: wanted_kv}, None)
-        return _equal_bytes(case, arrays[KV], wanted_kv)
+        assert before is not None
+        wanted = before.copy()
+        _reference(case, {**arrays, KV: wanted}, None)
+        return _equal_bytes(case, arrays[KV], wanted, int((wanted != before).sum()))
     return _compared(case, arrays, outs)
 
 
@@ -124,14 +125,17 @@ def _poisoned(t: TensorType, bucket: Bucket) -> np.ndarray:
 def _launch(
     root: Path, held: LaunchPlan, case: _Case, arrays: Mapping[str, np.ndarray], outs: Mapping[str, np.ndarray]
 ) -> None:
-    """Runs the calls in the emulator, each on some of its blocks unless a later one needs all that it writes."""
+    """Runs the calls in the emulator, each on some of its blocks unless all that it writes is looked at, by a later one
+    or in the cache.
+    """
     from planc.emulator.memory import Memory
 
     memory = Memory(_MEMORY)
     scratch = {n: np.zeros(size, np.uint8) for c in case.calls for n, size in c.scratch.items()}
     places = {n: memory.put(_laid_out(a, case.types.get(n))) for n, a in {**arrays, **outs, **scratch}.items()}
     for call in case.calls:
-        blocks = np.arange(prod(call.grid)) if len(case.calls) > 1 else _sample(prod(call.grid))
+        whole = len(case.calls) > 1 or not outs
+        blocks = np.arange(prod(call.grid)) if whole else _sample(prod(call.grid))
         execute(root, held, call, places, memory, blocks)
     for name, array in {**outs, **{n: a for n, a in arrays.items() if n == KV}}.items():
         array[...] = memory.get(places[name], array.shape, array.dtype)
@@ -228,6 +232,8 @@ class _Inputs:
 
     def _weight(self, t: TensorType) -> np.ndarray:
         shape = list(stored_shape(t))
+        if t.dtype == "i32":  # features of a row, each once
+            return np.sort(self.rng.permutation(self._most_index())[: shape[0]]).astype(np.int32)
         if t.dtype == "u4":
             return np.resize(self.rng.integers(0, 256, _NOISE).astype(np.uint8), shape)
         if t.dtype == "i8":
@@ -280,7 +286,7 @@ def _reference(case: _Case, arrays: Mapping[str, np.ndarray], columns: np.ndarra
     """What the op's reference makes of the arrays; of a product, only the wanted output channels."""
     node = case.node
     given, types = [], []
-    first = _first_weight(node) if node.op in _PRODUCTS and node.op.endswith("linear") else None
+    first = first_weight(node) if node.op in PRODUCTS else None
     for at, name in enumerate(node.inputs):
         t, array = case.types[name], arrays[name]
         t = t if t.layout in PACKED else replace(t, layout="row")
@@ -293,12 +299,6 @@ def _reference(case: _Case, arrays: Mapping[str, np.ndarray], columns: np.ndarra
         given.append(array)
         types.append(t)
     return OPS[node.op].ref(dict(node.attrs), given, types)
-
-
-def _first_weight(node: Node) -> int:
-    """Where a product's weight is among its inputs: after x, its scales, the experts' ids."""
-    act = node.op.startswith("q") and scheme(str(node.attr("scheme"))).act is not None
-    return 1 + act + ("expert" in node.op)
 
 
 def _compared(case: _Case, arrays: Mapping[str, np.ndarray], outs: Mapping[str, np.ndarray]) -> Verdict:
@@ -330,15 +330,16 @@ def _error(case: _Case, got: np.ndarray, want: np.ndarray) -> tuple[bool, str]:
         differ = int((got != want).sum())
         return differ == 0, f"{differ} of {got.size} indices differ"
     ours, theirs = got.astype(np.float64), want.astype(np.float64)
-    written = ~np.isnan(ours) if got.dtype.kind == "f" else got != np.iinfo(np.int8).min
+    written = got != np.iinfo(np.int8).min if got.dtype.kind == "i" else ~np.isnan(ours)  # as _poisoned left them
     if not written.any():
         return False, "nothing was written"
     error = np.sqrt(((ours - theirs)[written] ** 2).mean()) / max(np.sqrt((theirs[written] ** 2).mean()), 1e-12)
-    most = 0.02 if got.dtype.itemsize == 1 else _MOST[case.node.op in _PRODUCTS]
+    most = 0.02 if got.dtype.itemsize == 1 else _MOST[case.node.op in _SUMS]
     return bool(error <= most), f"relative error {error:.2g} of {int(written.sum()):,} values"
 
 
-def _equal_bytes(case: _Case, got: np.ndarray, want: np.ndarray) -> Verdict:
-    """Of a cache: every byte but those of codes that a scale's last bit moved."""
+def _equal_bytes(case: _Case, got: np.ndarray, want: np.ndarray, changed: int) -> Verdict:
+    """Of a cache in which `changed` bytes should change: every byte, but for codes that a scale's last bit moved."""
     differ = int((got != want).sum())
-    return Verdict(case.name, differ <= got.size // 1000, f"{differ} of {got.size} bytes of the cache differ")
+    most = changed // 50 if "k_scale_offset" in dict(case.node.attrs) else 0
+    return Verdict(case.name, differ <= most, f"{differ} bytes of the cache differ, {changed} were to change")

@@ -82,8 +82,10 @@ def tune(request: TuneRequest, progress: Progress) -> tuple[Entry, ...]:
 
 def _checked(request: TuneRequest) -> tuple[Plan, tuple[Entry, ...]]:
     """The plan, and what the file that is to be written has already."""
-    if request.seconds <= 0 or request.best < 1:
-        raise UsageError("--seconds must be more than 0, and --best at least 1.")
+    if not 0 < request.seconds < float("inf") or request.best < 1 or request.device < 0:
+        raise UsageError("--seconds must be a number above 0, --best at least 1, and --device 0 or more.")
+    if not request.out.absolute().parent.is_dir():
+        raise UsageError(f"{request.out.absolute().parent} is no folder; make it, or name another file with -o.")
     plan = store.load(request.plan)
     if not plan.is_cuda:
         raise UsageError(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from planc.codegen.work import Step, Work, work
+from planc.codegen.work import Step, Work, first_weight, work
 from planc.compiler.ir.graph import Node, Value
 from planc.compiler.ir.types import Attr, TensorType
 
@@ -49,11 +49,38 @@ def test_attention_reads_the_pages_that_it_looks_at(window: int, seen: int, page
     found = done("paged_attention", ["f32[T, 6, 8]"], "f32[T, 6, 8]", DECODE, **attrs)
     assert found.nbytes == 2 * 4 * 48 * 4 + 4 * pages * 16 * 2 * 16 * 2
     assert found.operations == 2 * 4 * 6 * 16 * seen
-    whole = done("paged_attention", ["f32[T, 6, 8]"], "f32[T, 6, 8]", PREFILL, **attrs)
-    assert whole.operations == 2 * 100 * 6 * 16 * seen * 0.5
+    scaled = {**attrs, "dtype": "i8", "k_scale_offset": 64}
+    narrow = done("paged_attention", ["f32[T, 6, 8]"], "f32[T, 6, 8]", DECODE, **scaled)
+    assert narrow.nbytes == 2 * 4 * 48 * 4 + 4 * pages * 16 * 2 * (16 + 8)
+
+
+@pytest.mark.parametrize("window", [0, 1, 32, 99, 100, 200])
+@pytest.mark.parametrize("step", [PREFILL, Step(tokens=60, seqs=2, rows=2, context=80)], ids=["whole", "chunks"])
+def test_a_prompts_tokens_look_at_what_is_before_them(window: int, step: Step) -> None:
+    attrs = {"heads": 2, "k_dim": 8, "v_dim": 8, "block": 16, "dtype": "bf16", "window": window}
+    found = done("paged_attention", ["f32[T, 6, 8]"], "f32[T, 6, 8]", step, **attrs)
+    own = step.tokens // step.seqs
+    seen = sum(min(p, window or p) for p in range(step.context - own + 1, step.context + 1))
+    assert found.operations == 2 * step.seqs * seen * 6 * 16
+    pages = -(-min(step.context, (window or step.context) + own - 1) // 16)
+    assert found.nbytes == 2 * step.tokens * 48 * 4 + step.seqs * pages * 16 * 2 * 16 * 2
 
 
 def test_of_tables_the_rows_that_are_asked_for_count() -> None:
     assert done("embedding", ["bf16[50000, 64]", "i32[T]"], "f32[T, 64]", DECODE).nbytes == 2 * 4 * 64 * 4
     tables = ["f32[T, 2, 64]", "f32[8192, 32]", "f32[8192, 32]", "i32[T]"]
     assert done("rotary", tables, "f32[T, 2, 64]", DECODE).nbytes == 2 * 4 * 128 * 4 + 2 * 4 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("op", "scheme", "at"),
+    [
+        ("linear", "", 1),
+        ("qlinear", "int8", 2),
+        ("qlinear", "awq-g32", 1),
+        ("expert_linear", "", 2),
+        ("qexpert_linear", "fp8", 3),
+    ],
+)
+def test_where_the_weight_is(op: str, scheme: str, at: int) -> None:
+    assert first_weight(Node(op, (), (), (("scheme", scheme),) if scheme else ())) == at

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from planc.compiler import emulate_kernels
 from planc.compiler.build import BuildRequest, build, build_each
 from planc.compiler.emulate import whole
 from planc.compiler.emulate_kernels import each_kernel
@@ -27,6 +28,7 @@ from planc.runtime.scheduler import SchedulerLimits
 from planc.runtime.sequence import SamplingParams
 from planc.runtime.tokenizer import Tokenizer
 from tests.emulator.counting import calls
+from tests.models import tiny
 
 MAX = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "reference": "none", "calib": "none"}
 # Architecture, target, dtype and cache: between them every kind of product, mask, norm and router.
@@ -162,7 +164,7 @@ def test_kernels_of_a_plan_without_weights(model, tmp_path: Path) -> None:
     assert all(v.ok for v in found), [v for v in found if not v.ok]
 
 
-def test_a_wrong_kernel_is_found(model, tmp_path: Path) -> None:
+def test_a_wrong_kernel_is_found(model, tmp_path: Path, monkeypatch) -> None:
     """The text of the norm kernels has other constants: what they divide by is no longer the width."""
     root = built(model("llama"), tmp_path / "plan", target="sm_90a", weights="none")
     assert all(v.ok for v in each_kernel(root, store.load(root), seed=0))
@@ -173,6 +175,17 @@ def test_a_wrong_kernel_is_found(model, tmp_path: Path) -> None:
     wrong = [v.name for v in each_kernel(root, store.load(root), seed=0) if not v.ok]
     assert wrong
     assert all("norm" in name for name in wrong)
+    monkeypatch.setattr(emulate_kernels, "execute", lambda *args: None)
+    assert not [v.name for v in each_kernel(root, store.load(root), seed=0) if v.ok and "token choice" not in v.name]
+
+
+@pytest.mark.slow
+def test_kernels_of_features_with_second_digits(tmp_path: Path) -> None:
+    folder = tiny("llama", tmp_path, intermediate_size=288)
+    root = built(folder, tmp_path / "plan", target="sm_90a", dtype="fp8", calib="builtin", calib_tokens=1024)
+    names = [v.name for v in each_kernel(root, store.load(root), seed=0) if v.ok]
+    assert any("quantize_rows" in name and "outliers32" in name for name in names), names
+    assert all(v.ok for v in each_kernel(root, store.load(root), seed=1))
 
 
 def test_several_targets_share_a_build_and_rebuild_to_the_bit(model, tmp_path: Path, monkeypatch) -> None:

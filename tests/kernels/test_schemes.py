@@ -49,6 +49,7 @@ LINEAR = {
     "int8, strided rows, bias": linear("int8", 130, 518, bias=True, x="strides:600"),
     "int8, inner": linear("int8", 64, 70, inner=3),
     "fp8": linear("fp8", 130, 518),
+    "fp8, whole panels": linear("fp8", 64, 512),  # which gcc 12 once took for rows of a negative length
     "fp8-block": linear("fp8-block", 130, 518, bias=True),
     "int4-wo-g64": linear("int4-wo-g64", 130, 576, bias=True),
     "awq-g32": linear("awq-g32", 65, 320),

@@ -174,7 +174,9 @@ class _Work:
                 kept[name], offset = found
                 self._offsets |= {n.out.name: offset} if offset.any() else {}
         shift = self._shifts.get(name)
-        chosen = search.outliers(n, inputs, self.weights, shift)
+        users = self.weights.graph.users[name]
+        whole = any(user.op == "embedding" for user in users)  # which reads rows of the weight as they are
+        chosen = None if whole else search.outliers(n, inputs, self.weights, shift)
         bounds = search.ranges(n, inputs, self.weights, factor, shift, chosen)
         self._outliers |= {} if chosen is None else {name: chosen}
         self._clips |= {} if bounds is None else {name: bounds}

@@ -157,8 +157,8 @@ def outliers(n: Node, stats: Stats, weights: Weights, mean: np.ndarray | None) -
 
 
 def _digits(k: int) -> int:
-    """How many of k features are kept to two digits: so many that codes stay as well aligned as without, some 3 % in
-    all where k is large, and none where it would be more than a quarter.
+    """How many of k features are kept to two digits, each for two more codes: so many that codes stay as well aligned
+    as without, some 3 % more of them where k is large, and no features where it would be more than a quarter.
     """
     unit = 64 if k % 128 == 0 else 32
     return unit * -(-k // (64 * unit)) if 8 * unit <= k else 0

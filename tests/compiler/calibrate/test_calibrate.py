@@ -126,6 +126,18 @@ def test_features_that_stand_out_get_a_second_digit(tmp_path: Path) -> None:
     assert [n.out.type.shape[-1] for n in rows] == [288 + 64] * len(choices.outliers)
 
 
+def test_a_weight_whose_rows_an_embedding_reads_has_no_second_digits(tmp_path: Path) -> None:
+    quant = QuantConfig("bf16", kinds={"head": "fp8", "embedding": "fp8"})
+    given = options(dtype="fp8", quant=quant)
+    model = prepared(tmp_path, "gemma3_text", given, hidden_size=576, head_dim=32)
+    (table,) = (n.inputs[0] for n in model.graph.nodes if n.op == "embedding")
+    assert {n.op for n in model.graph.users[table]} == {"embedding", "linear"}
+    choices = calibrated(model, given).choices
+    assert table in choices.clips
+    assert not choices.outliers
+    pipeline.run(model.graph, replace(given, choices=choices), pipeline=pipeline.PIPELINE[FIRST:])
+
+
 def test_experts_are_calibrated_matrix_by_matrix(tmp_path: Path) -> None:
     given = options(dtype="awq-g32")
     model = prepared(tmp_path, "mixtral", given, intermediate_size=128)

@@ -8,7 +8,9 @@ import pytest
 
 from planc.compiler.calibrate import run as module
 from planc.compiler.calibrate.run import Weights, run, stretches
+from planc.compiler.ir.graph import Graph, Value, Weight
 from planc.compiler.ir.interp import execute, weights_of
+from planc.compiler.ir.recipe import constant, infer, load
 from planc.errors import PlancError
 from planc.passes import pipeline
 from planc.passes.sites import PRODUCTS
@@ -48,6 +50,16 @@ def test_products_see_what_the_interpreter_gives_them(
             if n.op in PRODUCTS:
                 np.testing.assert_allclose(seen[n.out.name][at], env[n.inputs[0]], rtol=1e-4, atol=1e-4)
             execute(n, env, graph)
+
+
+def test_constants_of_the_model_may_be_infinite_and_its_tensors_not() -> None:
+    mask = np.array([0, -np.inf], np.float32)
+    leaf, constants = constant(mask)
+    given = (Weight(Value("mask", infer(leaf)), leaf), Weight(Value("w", infer(leaf)), load("w", "f32", (2,))))
+    weights = Weights(Graph("g", (), given, (), (), constants), lambda name: mask)
+    np.testing.assert_array_equal(weights.array("mask"), mask)
+    with pytest.raises(PlancError, match=r"the weight w holds NaN or infinity \(tensors: w\)"):
+        weights.array("w")
 
 
 def test_between_stretches_only_what_is_read_later_is_kept(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ PLANC_INLINE Vec load_as_float(const Float8* p) {
 template <class Float8, class = decltype(&Codes<Float8>::widen)>
 PLANC_INLINE Vec load_as_float(const Float8* p, int n) {
     uint8_t padded[LANES] = {};
-    std::memcpy(padded, p, size_t(n));
+    std::memcpy(padded, p, size_t(n < LANES ? n : LANES));  // gcc warns of more, which n never is
     return Codes<Float8>::widen(padded);
 }
 

@@ -68,6 +68,7 @@ class Program {
     using Clock = std::chrono::steady_clock;
 
     void run(int thread) noexcept {
+        if (nanoseconds_) pool_.barrier().wait();  // threads that wake up are no kernel's time
         int64_t* const took = thread == 0 ? nanoseconds_ : nullptr;
         auto last = took ? Clock::now() : Clock::time_point();
         for (Launches launch = begin_; launch != end_; ++launch) {
