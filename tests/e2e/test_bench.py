@@ -1,6 +1,7 @@
 """`planc bench`: every launch is timed and counted once, and what cannot be measured is refused by name."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -79,7 +80,9 @@ def test_sizes_beyond_the_plans_are_refused(plan, capsys, args: tuple[str, ...],
     assert message in err
 
 
-def test_plans_of_ranks_are_refused(plan, capsys) -> None:
-    code, _, err = run(capsys, str(plan("llama", "f32", tp=2)))
+def test_plans_of_ranks_are_refused(plan, capsys, monkeypatch) -> None:
+    one = store.load(plan("llama", "int8"))
+    monkeypatch.setattr(store, "load", lambda root: replace(one, limits=replace(one.limits, ranks=2)))
+    code, _, err = run(capsys, "plan")
     assert code == 1
     assert "has 2 ranks; planc bench measures plans of one" in err
