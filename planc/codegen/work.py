@@ -58,13 +58,15 @@ def work(n: Node, types: Mapping[str, TensorType], step: Step) -> Work:
 
 def first_weight(n: Node) -> int:
     """Where a product's weight is among its inputs: after x, its scales, the experts' ids."""
-    act = n.op.startswith("q") and scheme(str(n.attr("scheme"))).act is not None
-    return 1 + act + n.op.endswith("expert_linear")
+    return 1 + (_act(n) is not None) + n.op.endswith("expert_linear")
+
+
+def _act(n: Node) -> str | None:
+    """What a product's rows are rounded to, if they are."""
+    return scheme(str(n.attr("scheme"))).act if n.op.startswith("q") else None
 
 
 def _product(n: Node, inputs: list[TensorType], moved: float, step: Step) -> Work:
-    row = scheme(str(n.attr("scheme"))) if n.op.startswith("q") else None
-    act = row.act if row else None
     first = first_weight(n)
     weight = inputs[first]
     rows = prod(step.dims[d] if isinstance(d, str) else d for d in n.out.type.shape[:-1])
@@ -72,9 +74,8 @@ def _product(n: Node, inputs: list[TensorType], moved: float, step: Step) -> Wor
         parts = inputs[first:]
         moved -= sum(t.nbytes(step.dims) for t in parts) * max(0.0, 1 - rows / int(weight.shape[0]))
     k = int(inputs[0].shape[-1])
-    return Work(
-        moved, 2.0 * rows * int(n.out.type.shape[-1]) * k, act or weight.dtype if row is None else act or "bf16"
-    )
+    dtype = _act(n) or ("bf16" if n.op.startswith("q") else weight.dtype)  # codes alone are widened
+    return Work(moved, 2.0 * rows * int(n.out.type.shape[-1]) * k, dtype)
 
 
 def _attention(n: Node, inputs: list[TensorType], out: float, step: Step) -> Work:

@@ -117,7 +117,7 @@ def bench(root: Path, request: Request, say: Callable[[str], None] = lambda line
     sizes = _checked(root, plan, request)
     check_threads(request.threads)
     threads = request.threads or usable_cpus()
-    graph = _graph(root)
+    graph = text.read(root / store.GRAPH)
     pages = -(-(sizes.input_len + sizes.output_len) // plan.kv.block_size)
     _check_memory(root, plan, max(sizes.batches) * pages)
     executor = CpuExecutor(root, plan, max(sizes.batches) * pages, threads)
@@ -154,13 +154,6 @@ def lines(report: Report) -> Iterator[str]:
     if any(k.roofline > 1 for case in report.cases for k in case.kernels):
         yield ""
         yield "Above 100 %: what a kernel reads lies in a cache, which is faster than memory."
-
-
-def _graph(root: Path) -> Graph:
-    try:
-        return text.parse((root / store.GRAPH).read_text())
-    except (OSError, ValueError) as e:
-        raise PlancError(f"{root / store.GRAPH} cannot be read ({e}); build the plan again.") from None
 
 
 def _check_memory(root: Path, plan: Plan, blocks: int) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from planc.compiler.ir.graph import Graph
 from planc.compiler.ir.hadamard import back
+from planc.compiler.ir.operands import rounding
 from planc.compiler.ir.parts import part
 from planc.compiler.ir.quant import BLOCK, SCHEMES, Scheme
 from planc.compiler.ir.recipe import Reader, Recipe, RowReader, evaluate, infer
@@ -61,14 +62,13 @@ def quantized(graph: Graph) -> list[Quantized]:
         recipe = w.recipe.inputs[0] if w.recipe.op == "pack" else w.recipe
         if recipe.op != "quantize" or recipe.get("part") != "q":
             continue
-        wide, *rest = recipe.inputs
-        given = {infer(r).dtype: r for r in rest}
-        chosen = graph.constants[str(given["i32"].get("digest"))] if "i32" in given else None
+        wide, clip, chosen = rounding(recipe.inputs, [infer(r) for r in recipe.inputs])
+        outliers = None if chosen is None else graph.constants[str(chosen.get("digest"))]
         kinds = [_KINDS[n.op] for n in graph.users[w.name] if n.op in _KINDS]
         kind = next((k for k in kinds if k != "embedding"), "embedding")
         turned = int(dict(recipe.attrs).get("hadamard", 1))  # type: ignore[arg-type]
         row = SCHEMES[str(recipe.get("scheme"))]
-        found.append(Quantized(w.name, kind, row, wide, given.get("f32"), turned, chosen))
+        found.append(Quantized(w.name, kind, row, wide, clip, turned, outliers))
     return found
 
 

@@ -144,14 +144,14 @@ def outliers(n: Node, stats: Stats, weights: Weights, mean: np.ndarray | None) -
     A float's rounding error is a share of what is rounded, so that these features make most of the errors; a second
     digit of theirs, in rows and weights, costs two codes each.
     """
-    if not _by_channel(n):
-        return None
     k = len(stats.mean)
-    count = _digits(k)
+    count = _digits(k) if _by_channel(n) else 0
+    if not count:
+        return None
     squares = sum(np.square(w, dtype=np.float64).sum(axis=0) for w in weights.matrices(weight_of(n)))
     given = rounded(squares * (stats.spread + (np.square(stats.mean) if mean is None else 0)))
     most = np.argsort(-given, kind="stable")[:count]
-    if not count or given[most].sum() < STANDS_OUT * count / k * given.sum():
+    if given[most].sum() < STANDS_OUT * count / k * given.sum():
         return None
     return np.sort(most).astype(np.int32)
 

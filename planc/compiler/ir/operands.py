@@ -76,7 +76,9 @@ def check_rows(attrs: Attrs, given: Operands[TensorType]) -> None:
 
 
 def rounding(items: Sequence[T], types: Types) -> tuple[T, T | None, T | None]:
-    """The inputs of quantize_rows, told apart by dtype: x, the shift, the outliers; the last two only if given."""
+    """The inputs of quantize_rows, told apart by dtype: x, the shift f32, the outliers i32; the last two only if given.
+    So are those of a recipe's `quantize`: the weight, its bounds, its outliers.
+    """
     x, *rest = zip(items, types, strict=True)
     found = {t.dtype: item for item, t in rest}
     return x[0], found.get("f32"), found.get("i32")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planc.compiler.ir.operands import rounding
 from planc.compiler.ir.packing import pack
 from planc.compiler.ir.quant import scheme
 from planc.compiler.ir.types import DTYPES, PACKED, Attr, TensorType, dtype_name
@@ -119,8 +120,9 @@ def _infer(recipe: Recipe) -> TensorType:
             raise ValueError(f"unknown packed layout {layout!r}; known: {', '.join(PACKED)}")
         return TensorType(types[0].dtype, types[0].shape, layout)
     if recipe.op == "quantize":
-        outliers = sum(int(t.shape[0]) for t in types[1:] if t.dtype == "i32")
-        return scheme(str(attrs["scheme"])).part_type(types[0], str(attrs["part"]), outliers)
+        w, _, outliers = rounding(types, types)
+        count = 0 if outliers is None else int(outliers.shape[0])
+        return scheme(str(attrs["scheme"])).part_type(w, str(attrs["part"]), count)
     if recipe.op == "shard":
         from planc.compiler.ir.shards import part_type
 
@@ -157,10 +159,9 @@ def evaluate(
     if recipe.op == "pack":
         return pack(args.pop(), str(attrs["layout"]))
     if recipe.op == "quantize":
-        given = {r.dtype: a for r, a in zip(map(infer, recipe.inputs[1:]), args[1:], strict=True)}
+        w, clip, outliers = rounding(args, [infer(r) for r in recipe.inputs])
         turned = int(attrs.get("hadamard", 1))  # type: ignore[arg-type]
-        row = scheme(str(attrs["scheme"]))
-        return row.part(args[0], str(attrs["part"]), given.get("f32"), turned, given.get("i32"))
+        return scheme(str(attrs["scheme"])).part(w, str(attrs["part"]), clip, turned, outliers)
     types = [infer(r) for r in recipe.inputs]
     return OPS[recipe.op].ref(attrs, args, types)[0]
 
