@@ -7,6 +7,7 @@ Peers that are not installed are named and left out.
 """
 
 import argparse
+import ctypes
 import importlib
 import inspect
 import re
@@ -31,8 +32,9 @@ MODELS = ("smollm2-135m", "gemma3-270m")
 SCHEMES = ("bf16", "int8-wo", "int8", "fp8", "fp8-block", "awq-g64", "awq-g128", "int4-wo-g64", "int4-wo-g128")
 CACHES = ("fp8", "int8")
 SOURCES = ("argparse", "ast", "asyncio.base_events", "collections", "decimal", "difflib", "email.message", "inspect")
-ROWS = 32  # compared at a time
-SEQS = 64
+ELEMENTS = 1 << 19  # of logits, compared at a time: they stay in the caches
+SEQS = 256
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's
 
 # What each should reach: most KL, least agreement. `kv` is what the cache may add to bf16.
 ASKED = {"int8": (0.01, 0.96), "fp8": (0.02, 0.94), "kv": (0.005, 0.98)}
@@ -70,8 +72,9 @@ class Side:
         start = time.perf_counter()
         logits = torch.from_numpy(np.ascontiguousarray(self.logits(ids)))
         self.seconds += time.perf_counter() - start
-        for at in range(0, len(ids), ROWS):
-            mine = slice(at, at + ROWS)
+        rows = max(1, ELEMENTS // logits.shape[1])
+        for at in range(0, len(ids), rows):
+            mine = slice(at, at + rows)
             p, q, first = truth.p[mine], logits[mine], truth.first[mine]
             d = q - truth.logits[mine]
             offset = d.gather(1, first[:, None])
@@ -80,7 +83,7 @@ class Side:
             more = torch.linalg.vecdot(p, d.expm1_()).double().log1p()  # log E[e^d]
             self.kl += float((more - mean).sum())
             self.same += int((first == q.argmax(-1)).sum())
-            after = torch.tensor(ids[at + 1 : at + 1 + ROWS])
+            after = torch.tensor(ids[at + 1 : at + 1 + rows])
             norm = truth.norm[mine].double() + offset[:, 0].double() + more
             self.nll += float((norm[: len(after)] - q[: len(after)].gather(1, after[:, None])[:, 0]).sum())
             self.predicted += len(after)
@@ -165,6 +168,7 @@ def built(model: str, folder: Path, scheme: str, cache: str, width: int, reuse: 
     executor = CpuExecutor(out, plan, num_blocks=-(-width // plan.kv.block_size))
     scorer = Scorer(executor, plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens)
     facts |= {"weight_mb": plan.memory.weights / 1e6, "errors": _error(plan)}
+    print(f"# {out}: {facts}", flush=True)
     return Side(f"planc {name}", lambda ids: scorer.logits(ids, 0), facts)
 
 
@@ -207,7 +211,8 @@ def measure(model: str, args: argparse.Namespace) -> list[Side]:
         for side in found:
             side.add(known, ids)
         if not number % 10:
-            print(f"# {model}: window {number} of {len(cut)}", flush=True)
+            far = ", ".join(f"{s.name} {s.kl / s.rows:.4f} {s.same / s.rows:.1%}" for s in found)
+            print(f"# {model}: window {number} of {len(cut)}: {far}", flush=True)
     perplexity = float(np.exp(own.nll / own.predicted))
     for side in found:
         row(
@@ -252,7 +257,18 @@ def _held(ok: bool, text: str) -> str:
     return f"{'yes' if ok else 'NO'}: {text}"
 
 
+def keep_memory() -> None:
+    """Memory that is freed stays with the process: each window's logits are as large, and new pages cost as much time
+    as what is computed on them.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
 def main() -> None:
+    keep_memory()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="aliases or folders")
     parser.add_argument("--schemes", nargs="*", default=list(SCHEMES))

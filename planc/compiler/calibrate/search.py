@@ -21,6 +21,7 @@ ROWS = 512  # rows of a weight that judge scales
 STACK = 4  # matrices of a stack that do
 WORTH = 0.95  # of the energy: a shift is kept that leaves less
 STANDS_OUT = 2  # times what as many features give on average: so much outliers give at least
+MOST = 8  # one in so many features may be an outlier, for a quarter more codes
 BETTER = 0.98  # scales are kept that lower the error by more than what chance may
 Key = tuple[str, Scheme | None]
 
@@ -139,29 +140,30 @@ def shift(n: Node, stats: Stats, weights: Weights, s: np.ndarray) -> tuple[np.nd
 
 def outliers(n: Node, stats: Stats, weights: Weights, mean: np.ndarray | None) -> np.ndarray | None:
     """Of a scheme whose codes are floats with a scale a channel: the features, in order, that give most of the results
-    when rows lose `mean`, i32[n]. None where they give hardly more than others would.
+    when rows lose `mean`, i32[n]: as many as stand out, by units. None where they give hardly more than others would.
 
     A float's rounding error is a share of what is rounded, so that these features make most of the errors; a second
     digit of theirs, in rows and weights, costs two codes each.
     """
     k = len(stats.mean)
-    count = _digits(k) if _by_channel(n) else 0
-    if not count:
+    unit = _unit(k) if _by_channel(n) else 0
+    if not unit:
         return None
     squares = sum(np.square(w, dtype=np.float64).sum(axis=0) for w in weights.matrices(weight_of(n)))
     given = rounded(squares * (stats.spread + (np.square(stats.mean) if mean is None else 0)))
-    most = np.argsort(-given, kind="stable")[:count]
-    if given[most].sum() < STANDS_OUT * count / k * given.sum():
-        return None
-    return np.sort(most).astype(np.int32)
+    most = np.argsort(-given, kind="stable")
+    least, count = STANDS_OUT * unit / k * given.sum(), 0
+    while count + unit <= k // MOST and given[most[count : count + unit]].sum() >= least:
+        count += unit
+    return np.sort(most[:count]).astype(np.int32) if count else None
 
 
-def _digits(k: int) -> int:
-    """How many of k features are kept to two digits, each for two more codes: so many that codes stay as well aligned
-    as without, some 3 % more of them where k is large, and no features where it would be more than a quarter.
+def _unit(k: int) -> int:
+    """How many of k features are kept to two digits at a time, each for two more codes: so many that codes stay as well
+    aligned as without, some 3 % more of them where k is large, and no features where it would be more than MOST allows.
     """
     unit = 64 if k % 128 == 0 else 32
-    return unit * -(-k // (64 * unit)) if 8 * unit <= k else 0
+    return unit * -(-k // (64 * unit)) if MOST * unit <= k else 0
 
 
 def _by_channel(n: Node) -> bool:
