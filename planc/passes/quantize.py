@@ -10,6 +10,7 @@ import numpy as np
 
 from planc.compiler.ir.graph import Graph, Node, Value, Weight
 from planc.compiler.ir.hadamard import block
+from planc.compiler.ir.operands import codes_tail
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.quant import SCHEMES, Scheme
 from planc.compiler.ir.recipe import MOVES, Recipe, constant, infer, step
@@ -110,7 +111,7 @@ def _over(n: Node, inputs: tuple[str, ...], at: int, weights: list[Weight]) -> N
 def _rounding(name: str, dtype: str, turned: int, taken: tuple[Weight, ...], reader: Node, graph: Graph) -> Node:
     attrs = (("dtype", dtype), *((("hadamard", turned),) if turned > 1 else ()))
     types = OPS["quantize_rows"].infer(dict(attrs), [graph.types[name], *(w.value.type for w in taken)])
-    stem = f"{name}.{dtype}" + (f".h{turned}" if turned > 1 else "") + "".join(f".{w.name}" for w in taken)
+    stem = name + codes_tail(dict(attrs), [w.name for w in taken])
     outputs = tuple(Value(f"{stem}{tail}", t) for tail, t in zip(("", ".s"), types, strict=True))
     return Node("quantize_rows", (name, *(w.name for w in taken)), outputs, attrs, reader.loc)
 

@@ -52,6 +52,18 @@ def _calls(n: Node, types: list[TensorType], options: Options) -> None:
     )
 
 
+def has_kernel(n: Node, graph: Graph, options: Options) -> bool:
+    """Whether a kernel of the target takes the node, its inputs as they are."""
+    try:
+        if options.target.kind == "cuda":
+            _calls(n, _types(n, graph), options)
+        else:
+            choose(n, _types(n, graph), options.target)
+    except PlancError:
+        return False
+    return True
+
+
 def _types(n: Node, graph: Graph) -> list[TensorType]:
     return [graph.types[i] for i in n.inputs]
 

@@ -84,6 +84,12 @@ def rounding(items: Sequence[T], types: Types) -> tuple[T, T | None, T | None]:
     return x[0], found.get("f32"), found.get("i32")
 
 
+def codes_tail(attrs: Attrs, taken: Sequence[str]) -> str:
+    """What the name of the codes has behind that of their rows: the attributes of quantize_rows, what else it takes."""
+    turned = f".h{attrs['hadamard']}" if "hadamard" in attrs else ""
+    return f".{attrs['dtype']}{turned}" + "".join(f".{name}" for name in taken)
+
+
 def rows_types(attrs: Attrs, types: Types) -> Out:
     """x f32[.., K], maybe a shift f32[K] that is taken from each row, give codes[.., K] and scales f32[..]; `hadamard`
     is the block in which rows turn. With outliers i32[n], features that are kept to two digits, f8e4m3 codes
