@@ -20,6 +20,7 @@ from planc.compiler.ir import (
     refs_experts,
     refs_quant,
     refs_select,
+    rounded,
 )
 from planc.compiler.ir.types import Attr, TensorType
 
@@ -95,7 +96,7 @@ _KV = {"layer": True, "heads": True, "k_dim": True, "v_dim": True, "block": True
 _KV |= {"k_offset": True, "v_offset": True, "page_bytes": True, "k_scale_offset": False, "v_scale_offset": False}
 _MASK = {"scale": True, "kind": True, "window": True, "softcap": True, "layer": True}
 _HEADS = {"sinks": False, "alibi": False}
-_ROUNDING = {"dtype": True, "hadamard": False}
+_ROUNDING = rounded.ATTRS
 
 
 def _model() -> list[Op]:
@@ -132,6 +133,17 @@ def _experts() -> list[Op]:
         Op("weighted_sum", infer_rows.weighted_sum, refs_experts.weighted_sum, {}, shard="weighted_sum"),
     ]
 
+def _rounded() -> list[Op]:
+    """What makes rows and rounds them."""
+    made, attrs = {op.name: op for op in _model()}, {**_ROUNDING, "shift": False}
+
+    def both(op: Op) -> Op:
+        name, infer_, ref = rounded.name(op.name), rounded.infer(op.infer), rounded.ref(op.ref)
+        return Op(name, infer_, ref, {**op.attrs, **attrs}, shard="replicate")
+
+    return [both(made[name]) for name in rounded.FIRST]
+
+
 
 def _collectives() -> list[Op]:
     reduce, gather = {"ranks": True}, {"ranks": True, "starts": True, "size": True}
@@ -142,5 +154,5 @@ def _collectives() -> list[Op]:
     ]
 
 
-_TABLES = (_pointwise, _reductions, _rows, _structural, _model, _experts, _collectives)
+_TABLES = (_pointwise, _reductions, _rows, _structural, _model, _rounded, _experts, _collectives)
 OPS: Mapping[str, Op] = {op.name: op for table in _TABLES for op in table()}

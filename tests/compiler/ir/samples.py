@@ -222,6 +222,7 @@ def _quantized(ids: np.ndarray) -> Iterator[Sample]:
     outliers = np.array([1, 4, 8], np.int32)
     yield Sample("quantize_rows", (normal(5, 9), outliers), {"dtype": "f8e4m3"}, (True, False))
     yield Sample("quantize_rows", (normal(5, 2, 9), normal(9), outliers), {"dtype": "f8e4m3"}, (True, False, False))
+    yield from _made_and_rounded(outliers)
     for row in SCHEMES.values():
         k = 192
         parts, lead = made(row, normal(70, k)), 2 if row.act else 1
@@ -234,6 +235,22 @@ def _quantized(ids: np.ndarray) -> Iterator[Sample]:
             given = (*rows(row, x), picks, *stack)
             yield Sample("qexpert_linear", given, attrs, (True,) * (lead + 1))
             yield Sample("qexpert_linear", (*given, normal(3, 70)), {**attrs, "bias": True}, (True,) * (lead + 1))
+
+
+def _made_and_rounded(outliers: np.ndarray) -> Iterator[Sample]:
+    """Rows that are rounded where they are made: inputs of the first op, then a shift, outliers."""
+    x, y, w = normal(5, 2, 8), normal(5, 2, 8), normal(8)
+    norm: dict[str, Attr] = {"eps": 1e-5, "dtype": "i8"}
+    fp8: dict[str, Attr] = {"eps": 1e-5, "dtype": "f8e4m3", "shift": True}
+    yield Sample("rms_norm_quantize", (x, w), norm, (True,))
+    yield Sample("rms_norm_quantize", (x,), norm, (True,))
+    yield Sample("rms_norm_quantize", (x, normal(8)), {**norm, "shift": True}, (True,))
+    yield Sample("layer_norm_quantize", (x, w, normal(8)), {**norm, "bias": True}, (True,))
+    yield Sample("add_rms_norm_quantize", (x, y, w, normal(8), outliers - 1), fp8, (True, True))
+    yield Sample("add_layer_norm_quantize", (x, y, w, normal(8), normal(8)), {**fp8, "bias": True}, (True, True))
+    for act in ("silu", "gelu_tanh"):
+        yield Sample("act_mul_quantize", (x, y), {"act": act, "dtype": "i8"}, (True, True))
+    yield Sample("act_mul_quantize", (x, y, outliers - 1), {"act": "silu", "dtype": "f8e4m3"}, (True, True))
 
 
 def _rotary(ids: np.ndarray) -> Iterator[Sample]:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from samples import Sample, samples
 
+from planc.compiler.ir import rounded
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.packing import unpack
 from planc.compiler.ir.quant import SCHEMES
@@ -183,6 +184,14 @@ def _rounded(x, dtype, *rest):
     return codes.double(), scale
 
 
+def _made_and_rounded(s, *args):
+    """Rows by the first op, whose inputs come first; the shift and the outliers of their rounding come last."""
+    taken = bool(s.attrs.get("shift")) + (not args[-1].is_floating_point())
+    made = SPECIAL[s.op.removesuffix("_quantize")](s, *args[: len(args) - taken])
+    rows, *others = made if isinstance(made, tuple) else (made,)
+    return (*others, *_rounded(rows, s.attrs["dtype"], *args[len(args) - taken :]))
+
+
 def _quantized(s, x, *rest):
     """qlinear and qexpert_linear: rows times their scales, and a weight of floats."""
     row, rest = SCHEMES[s.attrs["scheme"]], list(rest)
@@ -240,6 +249,7 @@ SPECIAL = {
     "rotary": _rotary,
     "attention": _attention,
     **{n: _norm(n) for n in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")},
+    **{n: _made_and_rounded for n in rounded.NAMES},
 }
 TORCH = {
     "neg": torch.neg, "abs": torch.abs, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt,
