@@ -5,6 +5,7 @@ from collections.abc import Callable
 from planc.codegen.axes import outer
 from planc.codegen.kernel import Constant, Design, Row, Types, alias, flag, integer, real
 from planc.compiler.ir.graph import Node
+from planc.compiler.ir.types import TensorType
 
 Fits = Callable[[Node, Types], bool]
 _CACHE = "f32 [T, heads, D] and a cache of f32 or bf16 whose block size is a multiple of 16"
@@ -90,9 +91,19 @@ def _cache(node: Node) -> tuple[Constant, ...]:
 
 
 def _kv_append(node: Node, types: Types) -> Design:
-    (k_row, k_head, _), (v_row, v_head, _) = types[0].strides(), types[1].strides()
+    return Design((*_cache(node), *_key_strides(types[0], types[1])), {"scaled": _scaled(node)})
+
+
+def _key_strides(k: TensorType, v: TensorType) -> tuple[Constant, ...]:
+    (k_row, k_head, _), (v_row, v_head, _) = k.strides(), v.strides()
     strides = (("KEY_ROW", k_row), ("KEY_HEAD", k_head), ("VALUE_ROW", v_row), ("VALUE_HEAD", v_head))
-    return Design((*_cache(node), *(integer(n, v) for n, v in strides)), {"scaled": _scaled(node)})
+    return tuple(integer(n, v) for n, v in strides)
+
+
+def _rotary_append(node: Node, types: Types) -> Design:
+    q, k, v, *angles, _, _ = types
+    turn = _rotary(node, [q, *angles])
+    return Design((*turn.constants, *_cache(node), *_key_strides(k, v)), {"scaled": _scaled(node)})
 
 
 def _attention(node: Node, types: Types) -> Design:
@@ -123,6 +134,11 @@ def _append_row(says: str, fits: Fits, parts: tuple[str, ...]) -> Row:
     return Row("kv_append", "kv_append.cpp.jinja", _kv_append, says, fits, views=views, places=places)
 
 
+def _rotary_append_row(says: str, fits: Fits, parts: tuple[str, ...]) -> Row:
+    views, places = frozenset({0, 1, 2}), {7: parts}
+    return Row("rotary_append", "rotary_append.cpp.jinja", _rotary_append, says, fits, views=views, places=places)
+
+
 def _attention_row(says: str, fits: Fits, parts: tuple[str, ...]) -> Row:
     views, places = frozenset({0}), {1: parts}
     return Row("paged_attention", "paged_attention.cpp.jinja", _attention, says, fits, views=views, places=places)
@@ -136,6 +152,8 @@ MODEL: tuple[Row, ...] = (
     Row("rotary", "rotary.cpp.jinja", _rotary, "x f32[T, heads, D], tables f32[positions, R/2]", views=frozenset({0})),
     _append_row(_CACHE, _cache_fits, _PARTS),
     _append_row(_SCALED_CACHE, _scaled_cache_fits, _SCALED_PARTS),
+    _rotary_append_row(_CACHE, _cache_fits, _PARTS),
+    _rotary_append_row(_SCALED_CACHE, _scaled_cache_fits, _SCALED_PARTS),
     _attention_row(_CACHE, _cache_fits, _PARTS),
     _attention_row(_SCALED_CACHE, _scaled_cache_fits, _SCALED_PARTS),
 )

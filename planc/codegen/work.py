@@ -49,11 +49,18 @@ def work(n: Node, types: Mapping[str, TensorType], step: Step) -> Work:
         return Work(2.0 * sum(t.nbytes(step.dims) for t in inputs[:2]))
     if n.op == "paged_attention":
         return _attention(n, inputs, out, step)
-    if n.op == "rotary":  # a row of each of the two tables for each token
-        angles = 2.0 * step.tokens * int(inputs[1].shape[1]) * inputs[1].itemsize
-        return Work(out + inputs[0].nbytes(step.dims) + angles)
+    if n.op == "rotary_append":
+        _, k, v, cos = inputs[:4]
+        return Work(2.0 * (out + k.nbytes(step.dims) + v.nbytes(step.dims)) + _angles(cos, step))
+    if n.op == "rotary":
+        return Work(out + inputs[0].nbytes(step.dims) + _angles(inputs[1], step))
     moved = float(out + sum(t.nbytes(step.dims) for t in inputs))
     return _product(n, inputs, moved, step) if n.op in PRODUCTS else Work(moved)
+
+
+def _angles(table: TensorType, step: Step) -> float:
+    """Bytes of a row of each of the two tables for each token."""
+    return 2.0 * step.tokens * int(table.shape[1]) * table.itemsize
 
 
 def first_weight(n: Node) -> int:

@@ -9,6 +9,7 @@ from planc.codegen.target import Target
 from planc.compiler import weights
 from planc.compiler.fit import check_fits
 from planc.compiler.ir.graph import Graph
+from planc.compiler.ir.ops import APPENDS
 from planc.compiler.ir.types import Attr
 from planc.passes.memory import arena_bytes
 from planc.passes.options import Options
@@ -99,8 +100,8 @@ def _cuda(graph: Graph, options: Options, root: Path, progress: Progress) -> Gen
 
 
 def kv_of(graph: Graph, options: Options) -> schema.KVLayout:
-    """The cache layout that the graph's kv_append nodes spell; masks are those of the attention that reads it."""
-    appends = [n for n in graph.nodes if n.op == "kv_append"]
+    """The cache layout that the nodes which write to it spell; masks are those of the attention that reads it."""
+    appends = [n for n in graph.nodes if n.op in APPENDS]
     masks: dict[Attr, set[tuple[str, int]]] = {}
     for n in graph.nodes:
         if n.op == "paged_attention":

@@ -15,6 +15,7 @@ from planc.compiler import accuracy, facts, gate, tuned, weights
 from planc.compiler.backends import check_tools, generate, kv_of
 from planc.compiler.calibrate import BUILTIN, LEAST, TOKENS, calibrate_model, calibration_text
 from planc.compiler.ir.graph import Graph
+from planc.compiler.ir.ops import APPENDS
 from planc.compiler.ir.text import to_text
 from planc.compiler.measure import judge_of, measure, measure_twin, measured_as, with_errors
 from planc.compiler.mixed import Attempt, passing
@@ -281,7 +282,7 @@ class _Job:
     def passes(self, options: Options) -> tuple[Graph, tuple[schema.PassLog, ...]]:
         with self.progress.stage("passes"):
             graph, log = run_passes(self.lifted, options, dump=self.request.dump_dir)
-        if not any(n.op == "kv_append" for n in graph.nodes):
+        if not any(n.op in APPENDS for n in graph.nodes):
             raise PlancError("the model has no attention layer, so there is nothing to serve; check its config.")
         return graph, log
 

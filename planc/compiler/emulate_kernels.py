@@ -20,7 +20,7 @@ from planc.codegen.work import PRODUCTS, first_weight
 from planc.compiler.emulate import Verdict
 from planc.compiler.ir import text
 from planc.compiler.ir.graph import Graph, Node
-from planc.compiler.ir.ops import OPS
+from planc.compiler.ir.ops import APPENDS, OPS
 from planc.compiler.ir.types import DTYPES, PACKED, TensorType
 from planc.compiler.weights import stored_shape
 from planc.errors import PlancError
@@ -273,12 +273,12 @@ class _Inputs:
         """Pages with random keys and values of the node's layer, at every position up to the last."""
         kv = np.zeros((self.table.size, self.plan.kv.page_bytes), np.uint8)
         node = self.case.node
-        write = next(n for n in self.graph.nodes if n.op == "kv_append" and n.attr("layer") == node.attr("layer"))
+        write = next(n for n in self.graph.nodes if n.op in APPENDS and n.attr("layer") == node.attr("layer"))
         count = self.table.size * self.plan.kv.block_size
-        shapes = [(count, *map(int, self.case.types[i].shape[1:])) for i in write.inputs[:2]]
+        first = APPENDS[write.op]
+        shapes = [(count, *map(int, self.case.types[i].shape[1:])) for i in write.inputs[first : first + 2]]
         k, v = (np.resize(self.noise, shape) for shape in shapes)
-        types = [replace(self.case.types[i], layout="row") for i in write.inputs]
-        OPS["kv_append"].ref(dict(write.attrs), [k, v[::-1], np.arange(count, dtype=np.int32), kv], types)
+        OPS["kv_append"].ref(dict(write.attrs), [k, v[::-1], np.arange(count, dtype=np.int32), kv], ())
         return kv
 
 

@@ -18,6 +18,7 @@ from planc.passes import (
     fold,
     fuse_act,
     fuse_add_norm,
+    fuse_append,
     kv_layout,
     merge_linear,
     norm,
@@ -72,6 +73,7 @@ PIPELINE = (
     Pass(migrate),
     Pass(quantize.quantize, targets=assign.weighted),
     Pass(kv_layout.kv_layout, targets=kv_layout.attentions),
+    Pass(fuse_append.fuse_append),
     Pass(select),
     Pass(memory),
 )

@@ -1,4 +1,4 @@
-"""kv_append: keys and values land where the reference puts them, rounded as it rounds, and nowhere else."""
+"""kv_append, rotary_append: keys and values land where the reference puts them, rounded as it does, nowhere else."""
 
 import ml_dtypes
 import numpy as np
@@ -24,7 +24,19 @@ SCALED = [
     Shape(4, 1, 16, 128, block=32, dtype="i8"),
     Shape(4, 3, 64, 5, block=32, dtype="f8e3m4"),
 ]
-CASES = {s: append(s) for s in SHAPES + SCALED}
+TURNS = [(SHAPES[0], 16, True), (SHAPES[1], 20, False), (SCALED[0], 20, True), (SCALED[3], 34, False)]
+
+
+def turning(s: Shape, width: int, inter: bool) -> Case:
+    """Queries and keys are views of one projection, `width` of whose features turn."""
+    wide = (s.heads + 2 * s.kv_heads) * s.k_dim
+    q, k = (f32("T", n, s.k_dim, layout=f"strides:{wide},{s.k_dim}") for n in (s.heads, s.kv_heads))
+    tables = [f32(50, width // 2)] * 2
+    rest = (f32("T", s.kv_heads, s.v_dim), *tables, i32("T"), i32("T"), tensor("u8", "P", int(s.cache["page_bytes"])))
+    return case("rotary_append", q, k, *rest, interleaved=inter, **s.cache)
+
+
+CASES = {s: append(s) for s in SHAPES + SCALED} | {turn: turning(*turn) for turn in TURNS}
 
 
 def special(x: np.ndarray) -> np.ndarray:
@@ -89,6 +101,28 @@ def test_codes_and_scales_are_the_reference_s(library: Library, s: Shape, thread
     library.run(c, [k, v, where, got], len(where), threads=threads)
     OPS["kv_append"].ref(dict(c.attrs), [k, v, where, want], c.types)
     assert (got == want).all(), f"seed {seed}"
+
+
+@pytest.mark.parametrize("turn", TURNS, ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_keys_turn_on_their_way(library: Library, turn: tuple[Shape, int, bool], threads: int) -> None:
+    """To the bit as the reference turns and writes them; a negative slot is skipped."""
+    (s, width, _), c = turn, CASES[turn]
+    table, pages = page_table([40, 70], s.block)
+    where = np.concatenate([slots(table, 0, np.arange(13, 20), s.block), slots(table, 1, np.arange(65, 70), s.block)])
+    where[4] = -1
+    q, k, v = (
+        random(12, h, d, seed=h + d) for h, d in ((s.heads, s.k_dim), (s.kv_heads, s.k_dim), (s.kv_heads, s.v_dim))
+    )
+    angles = [random(50, width // 2, seed=i) for i in range(2)]
+    positions = np.arange(30, 42, dtype=np.int32)
+    got, want = empty_cache(s, pages), empty_cache(s, pages)
+    (turned,) = library.run(c, [q, k, v, *angles, positions, where, got], 12, threads=threads)
+    there = where >= 0
+    args = [x[there] for x in (q, k, v)], [x[there] for x in (positions, where)]
+    (known,) = OPS[c.op].ref(dict(c.attrs), [*args[0], *angles, *args[1], want], c.types)
+    assert (turned[there] == known).all()
+    assert (got == want).all()
 
 
 @pytest.mark.parametrize("s", SCALED[:2], ids=str)

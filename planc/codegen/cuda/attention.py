@@ -22,6 +22,7 @@ from planc.codegen.cuda.call import (
     scratch,
     value,
 )
+from planc.codegen.cuda.rows import turning
 from planc.compiler.ir.quant import LIMITS
 from planc.compiler.ir.types import DTYPES, TensorType
 from planc.errors import PlancError
@@ -281,22 +282,46 @@ def _width(site: Site, table: TensorType) -> int:
 
 def _append(site: Site) -> tuple[Call, ...]:
     k, v, slots, kv = site.node.inputs
-    cache = _Cache(site)
-    given: dict[str, tuple[str, Ref] | None] = {
-        "k_ptr": (pointer(site.inputs[0].dtype), value(k)),
-        "v_ptr": (pointer(site.inputs[1].dtype), value(v)),
-        "slots_ptr": (pointer("i32"), value(slots)),
-    }
+    given = _named(site, {"k_ptr": k, "v_ptr": v, "slots_ptr": slots}) | _pages(site)
+    grid = (site.bucket.tokens, _Cache(site).number("heads"), 1)
+    return (_call(site, "kv", "append", grid, given, _writing(site, *site.inputs[:2]), (kv,), {}, 1),)
+
+
+def _rotary_append(site: Site) -> tuple[Call, ...]:
+    names = ("q_ptr", "k_ptr", "v_ptr", "cos_ptr", "sin_ptr", "positions_ptr", "slots_ptr")
+    given = _named(site, dict(zip(names, site.node.inputs, strict=False))) | _pages(site)
+    y, kv = site.node.out.name, site.node.inputs[-1]
+    given["y_ptr"] = (pointer(site.out.dtype), value(y))
+    q, k, v, table = site.inputs[:4]
+    row, head, _ = q.strides()
+    turns = turning(q, table)
+    heads = _Cache(site).number("heads")
+    constants = {"Q_ROW": row, "Q_HEAD": head, "KV_HEADS": heads, "INTERLEAVED": site.flag("interleaved"), **turns}
+    grid = (site.bucket.tokens, heads + cdiv(turns["HEADS"], turns["LINES"]), 1)
+    return (_call(site, "kv", "rotary_append", grid, given, constants | _writing(site, k, v), (kv, y), {}, 4),)
+
+
+def _named(site: Site, names: Mapping[str, str]) -> dict[str, tuple[str, Ref] | None]:
+    """Inputs of the node by the names of arguments: types and places."""
+    types = dict(zip(site.node.inputs, site.inputs, strict=True))
+    return {argument: (pointer(types[name].dtype), value(name)) for argument, name in names.items()}
+
+
+def _pages(site: Site) -> dict[str, tuple[str, Ref] | None]:
+    """The parts of the cache that a node writes, its last input."""
     names = {"k": "k_pages_ptr", "v": "v_pages_ptr", "ks": "k_scales_ptr", "vs": "v_scales_ptr"}
-    given |= {names[part]: arg for part, arg in cache.pointers(kv).items()}
+    return {names[part]: arg for part, arg in _Cache(site).pointers(site.node.inputs[-1]).items()}
+
+
+def _writing(site: Site, k: TensorType, v: TensorType) -> dict[str, Constant]:
+    """What a kernel that writes knows of keys and values and of the pages."""
+    cache = _Cache(site)
     constants: dict[str, Constant] = {}
-    for name, t in zip(("K", "V"), site.inputs, strict=False):
+    for name, t in (("K", k), ("V", v)):
         row, head, _ = t.strides()
         constants |= {f"{name}_ROW": row, f"{name}_HEAD": head}
     constants |= dict(cache.constants) | {"LIMIT": float(LIMITS[cache.dtype]) if cache.scaled else 0.0}
-    constants["WHOLE"] = cache.dtype == "i8"
-    grid = (site.bucket.tokens, cache.number("heads"), 1)
-    return (_call(site, "kv", "append", grid, given, constants, (kv,), {}, 1),)
+    return constants | {"WHOLE": cache.dtype == "i8"}
 
 
 def _fits_attention(site: Site) -> bool:
@@ -315,6 +340,11 @@ def _fits_append(site: Site) -> bool:
     return _Cache(site).has_kernels and _is_view(site.inputs[0]) and _is_view(site.inputs[1])
 
 
+def _fits_rotary_append(site: Site) -> bool:
+    views, angles = site.inputs[:3], site.inputs[3:5]
+    return _Cache(site).has_kernels and all(map(_is_view, views)) and all(t.layout == "row" for t in angles)
+
+
 def _is_view(t: TensorType) -> bool:
     return t.dtype in ("f32", "bf16") and (t.layout == "row" or t.layout.startswith("strides:"))
 
@@ -328,4 +358,10 @@ ATTENTION: tuple[Row, ...] = (
         _fits_attention,
     ),
     Row("kv_append", _append, f"keys and values of f32 or bf16, dense or strided, and {_CACHES}", _fits_append),
+    Row(
+        "rotary_append",
+        _rotary_append,
+        f"queries, keys and values of f32 or bf16, dense or strided, and {_CACHES}",
+        _fits_rotary_append,
+    ),
 )

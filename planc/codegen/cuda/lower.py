@@ -13,7 +13,7 @@ from planc.codegen.cuda.hazards import Hazards, Span
 from planc.codegen.cuda.sampling import HISTORY, Sampling
 from planc.codegen.cuda.tiles import Choice, Tiles
 from planc.compiler.ir.graph import Graph, Node
-from planc.compiler.ir.ops import OPS
+from planc.compiler.ir.ops import APPENDS, OPS
 from planc.errors import PlancError
 from planc.plans import ranks
 from planc.plans.launches import INPUTS, KV, Arg, Binary, Buffer, Launch, LaunchPlan, StepGraph, input_buffers
@@ -92,7 +92,7 @@ def lower(graph: Graph, sm: int, limits: Limits, wanted: Sequence[Bucket], tiles
 
 def sampling(graph: Graph, pages: int) -> Sampling:
     """How tokens are chosen behind a graph, whose sequences have so many pages."""
-    append = next(n for n in graph.nodes if n.op == "kv_append")
+    append = next(n for n in graph.nodes if n.op in APPENDS)
     page_bytes, block = (int(append.attr(name)) for name in ("page_bytes", "block"))  # type: ignore[arg-type]
     logits = graph.outputs[0]
     vocab = int(graph.types[logits].shape[-1])

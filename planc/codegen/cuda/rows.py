@@ -252,20 +252,27 @@ def _take_rows(site: Site) -> tuple[Call, ...]:
     return (p.call("embedding", "take_rows", grid, 4),)
 
 
-def _rotary(site: Site) -> tuple[Call, ...]:
-    x, half = site.inputs[0], int(site.inputs[1].shape[1])
-    heads, width = int(x.shape[1]), int(x.shape[2])
+def turning(x: TensorType, table: TensorType) -> dict[str, int]:
+    """Constants of kernels that turn x[T, heads, D] by a table [positions, R/2]: LINES heads a program."""
+    half, heads, width = int(table.shape[1]), int(x.shape[1]), int(x.shape[2])
     pairs = power_of_two(half)
     lines = min(power_of_two(heads), max(1, _TILE // pairs))
+    rest = power_of_two(width - 2 * half) if width > 2 * half else 0
+    return {"HEADS": heads, "HALF": half, "LINES": lines, "PAIRS": pairs, "REST": rest}
+
+
+def _rotary(site: Site) -> tuple[Call, ...]:
+    x = site.inputs[0]
+    constants = turning(x, site.inputs[1])
     p = _Vectors(site, {})
     for i, name in enumerate(("x_ptr", "cos_ptr", "sin_ptr", "positions_ptr")):
         p.input(name, i)
     p.output("y_ptr")
     p.number("x_row", x.strides()[0])
     p.number("x_head", x.strides()[1])
-    p.constants = {"HEADS": heads, "WIDTH": width, "HALF": half, "INTERLEAVED": site.flag("interleaved")}
-    p.constants |= {"LINES": lines, "PAIRS": pairs, "REST": power_of_two(width - 2 * half) if width > 2 * half else 0}
-    return (p.call("embedding", "rotary", (site.bucket.size(site.out.shape[0]), cdiv(heads, lines), 1), 4),)
+    p.constants = {**constants, "WIDTH": int(x.shape[2]), "INTERLEAVED": site.flag("interleaved")}
+    groups = cdiv(constants["HEADS"], constants["LINES"])
+    return (p.call("kv", "rotary", (site.bucket.size(site.out.shape[0]), groups, 1), 4),)
 
 
 def _weighted_sum(site: Site) -> tuple[Call, ...]:

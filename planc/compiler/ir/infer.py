@@ -249,6 +249,15 @@ def kv_append(attrs: Attrs, types: Types) -> Out:
     return ()
 
 
+def rotary_append(attrs: Attrs, types: Types) -> Out:
+    """q[T, Hq, k_dim], k, v, cos, sin, positions, slots and the cache: q turned; the cache changes."""
+    q, k, v, cos, sin, positions, slots, kv = types
+    want(q.shape[2] == k.shape[2], f"rotary_append: {q} and {k} differ in width")
+    rotary(attrs, (k, cos, sin, positions))
+    kv_append(attrs, (k, v, slots, kv))
+    return rotary(attrs, (q, cos, sin, positions))
+
+
 def _cache(op: str, attrs: Attrs) -> None:
     """Elements of 8 bits have scales in the page, others have none."""
     scaled = attrs["dtype"] in ("i8", "f8e3m4", "f8e4m3")

@@ -115,6 +115,14 @@ def _model() -> list[Op]:
         Op("attention", infer.attention, refs_attention.attention, {**_MASK, **_HEADS}, shard="heads"),
         Op("kv_append", infer.kv_append, refs_attention.kv_append, _KV, shard="replicate", effect=True),
         Op(
+            "rotary_append",
+            infer.rotary_append,
+            refs_attention.rotary_append,
+            {"interleaved": True, **_KV},
+            shard="replicate",
+            effect=True,
+        ),
+        Op(
             "paged_attention",
             infer.paged,
             refs_attention.paged_attention,
@@ -156,3 +164,5 @@ def _collectives() -> list[Op]:
 
 _TABLES = (_pointwise, _reductions, _rows, _structural, _model, _rounded, _experts, _collectives)
 OPS: Mapping[str, Op] = {op.name: op for table in _TABLES for op in table()}
+# Ops that write a step's keys and values to the cache, and where the keys are among their inputs; values are next.
+APPENDS: Mapping[str, int] = {"kv_append": 0, "rotary_append": 1}

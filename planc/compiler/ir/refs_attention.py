@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from planc.compiler.ir.quant import quantize_rows
-from planc.compiler.ir.refs import Array, Attrs, Out, Types, as_float, as_int
+from planc.compiler.ir.refs import Array, Attrs, Out, Types, as_float, as_int, rotary
 from planc.compiler.ir.types import DTYPES
 
 Heads = tuple[Array | None, Array | None]  # sinks[Hq] and alibi slopes[Hq]
@@ -91,6 +91,14 @@ def kv_append(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
     keys[page, :, :, offset] = k
     values[page, :, offset] = v
     return ()
+
+
+def rotary_append(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
+    """rotary of queries and keys, and kv_append of the keys and their values."""
+    q, k, v, *angles, slots, kv = args
+    (turned,) = rotary(attrs, (k, *angles), types)
+    kv_append(attrs, (turned, v, slots, kv), types)
+    return rotary(attrs, (q, *angles), types)
 
 
 def _narrow(x: Array, dtype: str) -> tuple[Array, Array]:

@@ -6,10 +6,11 @@ import pytest
 from planc.codegen.cuda import attention as rows
 from planc.codegen.cuda.call import Bucket
 from planc.compiler.ir.ops import OPS
+from planc.compiler.ir.types import DTYPES
 from planc.errors import PlancError
 from tests.codegen.cuda.harness import launch
 from tests.codegen.cuda.paged import Runner, attend, made, run
-from tests.kernels.harness import Case, assert_close, assert_same_bits, case, f32, i32, random, tensor
+from tests.kernels.harness import Case, Tensor, assert_close, assert_same_bits, case, f32, i32, random, tensor
 from tests.kernels.paged import Shape, empty_cache, page_table, slots
 from tests.kernels.test_attention import World, attention
 
@@ -170,3 +171,46 @@ def check_append(shape: Shape, runner: Runner, arch: int = 90) -> None:
 @pytest.mark.parametrize("shape", [*APPENDS, APPENDS_F8])
 def test_append_writes_what_the_reference_writes(shape: Shape) -> None:
     check_append(shape, launch)
+
+
+TURNS = [(APPENDS[0], 16, True), (APPENDS[1], 64, False), (Shape(4, 2, 21, 35, dtype="i8", pad=64), 20, False)]
+
+
+def check_turning_append(shape: Shape, width: int, inter: bool, runner: Runner, arch: int = 90) -> None:
+    """Close to the reference, of whose codes a turned key's may be neighbours; padding writes nothing."""
+    table, pages = page_table([40, 20], shape.block)
+    places = np.concatenate([slots(table, 0, np.arange(14, 40), shape.block), [-1, -1]]).astype(np.int32)
+    heads = {"q": shape.heads, "k": shape.kv_heads}
+    wide = (shape.heads + shape.kv_heads) * shape.k_dim
+    q, k = (random(len(places), n, shape.k_dim, seed=n, scale=3.0) for n in heads.values())
+    v = random(len(places), shape.kv_heads, shape.v_dim, seed=2)
+    angles = [random(64, width // 2, seed=i) for i in range(2)]
+    positions = np.arange(10, 10 + len(places), dtype=np.int32)
+    views = [f32("T", n, shape.k_dim, layout=f"strides:{wide},{shape.k_dim}") for n in heads.values()]
+    tables = [f32(64, width // 2)] * 2
+    cache = tensor("u8", "P", int(shape.cache["page_bytes"]))
+    types = [*views, f32("T", shape.kv_heads, shape.v_dim), *tables, i32("T"), i32("T"), cache]
+    c = case("rotary_append", *types, interleaved=inter, **shape.cache)
+    want = empty_cache(shape, pages)
+    real = slice(0, len(places) - 2)
+    given = [q[real], k[real], v[real], *angles, positions[real], places[real], want]
+    (turned,) = OPS["rotary_append"].ref(dict(c.attrs), given, [])
+    y = Tensor(c.node.out.type, (len(places), *q.shape[1:]))
+    arrays = [q, k, v, *angles, positions, places, empty_cache(shape, pages)]
+    inputs = run(
+        made(c, Bucket(len(places), 2, 2), table.shape[1], arch), c, arrays, {c.node.out.name: y.buffer}, runner
+    )
+    assert_close(y.array[real], turned, 1e-6)
+    got = inputs["in7"].data.reshape(want.shape)
+    off = got != want
+    if shape.dtype == "i8":
+        assert np.abs(got.view(np.int8)[off].astype(int) - want.view(np.int8)[off]).max(initial=0) <= 1
+        assert off.mean() < 1e-2
+    else:
+        numbers = (np.nan_to_num(x.view(DTYPES[shape.dtype]).astype(np.float32)) for x in (got, want))
+        assert_close(*numbers, 1e-6 if shape.dtype == "f32" else 1e-2)
+
+
+@pytest.mark.parametrize("turn", TURNS, ids=str)
+def test_keys_turn_on_their_way_to_the_cache(turn: tuple[Shape, int, bool]) -> None:
+    check_turning_append(*turn, launch)

@@ -13,7 +13,7 @@ from planc.compiler.ir.quant import SCHEMES
 from planc.compiler.ir.types import PACKED, dtype_name
 
 ALL = list(samples())
-CACHE_OPS = {"kv_append", "paged_attention"}  # tested in test_paged.py against attention
+CACHE_OPS = {"kv_append", "rotary_append", "paged_attention"}  # tested in test_paged.py, passes/test_fuse_append.py
 
 
 def run(s: Sample) -> tuple[np.ndarray, ...]:

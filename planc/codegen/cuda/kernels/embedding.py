@@ -1,7 +1,6 @@
-"""Rows of a table by index, and rotary embeddings by position, in Triton.
+"""Rows of a table by index, in Triton.
 
-`embedding` widens the rows of ids, which may be floats or codes; `take_rows` moves rows as they are; `rotary` turns
-pairs of features by the angles of each token's position.
+`embedding` widens the rows of ids, which may be floats or codes; `take_rows` moves rows as they are.
 """
 
 import triton
@@ -61,46 +60,3 @@ def take_rows(x_ptr, index_ptr, y_ptr, x_row, WIDTH: tl.constexpr, BLOCK: tl.con
     tl.store(
         y_ptr + r * WIDTH + column, tl.load(x_ptr + row * x_row + column, mask=column < WIDTH), mask=column < WIDTH
     )
-
-
-@triton.jit
-def rotary(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    y_ptr,
-    x_row,
-    x_head,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    LINES: tl.constexpr,
-    PAIRS: tl.constexpr,
-    REST: tl.constexpr,
-):
-    """(a, b) -> (a cos - b sin, b cos + a sin) for the HALF pairs of each head; features past them stay as they are.
-
-    Pairs are (i, i + HALF), or neighbours when INTERLEAVED. A program takes LINES heads of one token.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * LINES + tl.arange(0, LINES)
-    pair = tl.arange(0, PAIRS)
-    position = tl.load(positions_ptr + token).to(tl.int64)
-    cos = tl.load(cos_ptr + position * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + position * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-    first = 2 * pair if INTERLEAVED else pair
-    second = first + (1 if INTERLEAVED else HALF)
-    there = (head < HEADS)[:, None] & (pair < HALF)[None, :]
-    from_ = x_ptr + token * x_row + head[:, None] * x_head
-    to = y_ptr + (token * HEADS + head)[:, None] * WIDTH
-    a = tl.load(from_ + first[None, :], mask=there, other=0.0).to(tl.float32)
-    b = tl.load(from_ + second[None, :], mask=there, other=0.0).to(tl.float32)
-    tl.store(to + first[None, :], (a * cos - b * sin).to(y_ptr.dtype.element_ty), mask=there)
-    tl.store(to + second[None, :], (b * cos + a * sin).to(y_ptr.dtype.element_ty), mask=there)
-    if REST > 0:
-        column = 2 * HALF + tl.arange(0, REST)
-        more = (head < HEADS)[:, None] & (column < WIDTH)[None, :]
-        kept = tl.load(from_ + column[None, :], mask=more, other=0.0).to(tl.float32)
-        tl.store(to + column[None, :], kept.to(y_ptr.dtype.element_ty), mask=more)

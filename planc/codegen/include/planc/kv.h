@@ -39,35 +39,41 @@ struct Cache {
     }
 };
 
+// Writes one head's key [K_DIM] and value [V_DIM] at `slot` = page * BLOCK_SIZE + offset.
+template <class Config>
+PLANC_INLINE void append_head(const float* key, const float* value, int slot, int head, const CacheParts& to) {
+    using C = Cache<Config>;
+    const int page = slot / C::BLOCK_SIZE, inside = slot % C::BLOCK_SIZE;
+    auto* k_to = C::key(to.keys, page, head, inside);
+    auto* v_to = C::value(to.values, page, head, inside);
+    if constexpr (Codes<typename C::Element>::SCALED) {
+        *C::scale(to.key_scales, page, head, inside) = narrow<Config::K_DIM>(key, k_to, C::BLOCK_SIZE);
+        *C::scale(to.value_scales, page, head, inside) = narrow<Config::V_DIM>(value, v_to, 1);
+    } else {
+        for (int d = 0; d < Config::K_DIM; ++d) float_to_element(key[d], k_to + int64_t(d) * C::BLOCK_SIZE);
+        for_each_vec(Config::V_DIM, [&](int i, int n) PLANC_INLINED {
+            if (n == LANES) {
+                store_from_float(v_to + i, load(value + i));
+            } else {
+                store_from_float(v_to + i, load(value + i, n), n);
+            }
+        });
+    }
+}
+
 // Writes k[T, KV_HEADS, K_DIM] and v[T, KV_HEADS, V_DIM] (strides KEY_ROW, KEY_HEAD, VALUE_ROW, VALUE_HEAD in floats) at
 // slots[T] = page * BLOCK_SIZE + offset. A negative slot is skipped.
 template <class Config>
 void kv_append(int tokens, int thread, int threads, const float* k, const float* v, const int32_t* slots,
                const CacheParts& to) {
-    using C = Cache<Config>;
     const Range units = share(int64_t(tokens) * Config::KV_HEADS, thread, threads);
     for (int unit = units.begin; unit < units.end; ++unit) {
         const int64_t t = unit / Config::KV_HEADS;
         const int head = unit % Config::KV_HEADS;
         if (slots[t] < 0) continue;
-        const int page = slots[t] / C::BLOCK_SIZE, slot = slots[t] % C::BLOCK_SIZE;
         const float* key = k + t * Config::KEY_ROW + head * Config::KEY_HEAD;
         const float* value = v + t * Config::VALUE_ROW + head * Config::VALUE_HEAD;
-        auto* k_to = C::key(to.keys, page, head, slot);
-        auto* v_to = C::value(to.values, page, head, slot);
-        if constexpr (Codes<typename C::Element>::SCALED) {
-            *C::scale(to.key_scales, page, head, slot) = narrow<Config::K_DIM>(key, k_to, C::BLOCK_SIZE);
-            *C::scale(to.value_scales, page, head, slot) = narrow<Config::V_DIM>(value, v_to, 1);
-        } else {
-            for (int d = 0; d < Config::K_DIM; ++d) float_to_element(key[d], k_to + int64_t(d) * C::BLOCK_SIZE);
-            for_each_vec(Config::V_DIM, [&](int i, int n) PLANC_INLINED {
-                if (n == LANES) {
-                    store_from_float(v_to + i, load(value + i));
-                } else {
-                    store_from_float(v_to + i, load(value + i, n), n);
-                }
-            });
-        }
+        append_head<Config>(key, value, slots[t], head, to);
     }
 }
 

@@ -16,16 +16,20 @@ class Rotary {
         const Range units = share(int64_t(rows) * Config::HEADS, thread, threads);
         for (int unit = units.begin; unit < units.end; ++unit) {
             const int row = unit / Config::HEADS, head = unit % Config::HEADS;
-            const int64_t angle = int64_t(positions[row]) * HALF;
             const float* from = x + int64_t(row) * Config::X_ROW + int64_t(head) * Config::X_HEAD;
-            float* to = y + int64_t(unit) * D;
-            if constexpr (Config::INTERLEAVED) {
-                turn_neighbours(from, cos + angle, sin + angle, to);
-            } else {
-                turn_halves(from, cos + angle, sin + angle, to);
-            }
-            if constexpr (2 * HALF < D) std::memcpy(to + 2 * HALF, from + 2 * HALF, sizeof(float) * (D - 2 * HALF));
+            turn(from, cos, sin, positions[row], y + int64_t(unit) * D);
         }
+    }
+
+    // One head at a position, from `x` to `y`, which do not overlap.
+    static PLANC_INLINE void turn(const float* x, const float* cos, const float* sin, int position, float* y) {
+        const int64_t angle = int64_t(position) * HALF;
+        if constexpr (Config::INTERLEAVED) {
+            turn_neighbours(x, cos + angle, sin + angle, y);
+        } else {
+            turn_halves(x, cos + angle, sin + angle, y);
+        }
+        if constexpr (2 * HALF < D) std::memcpy(y + 2 * HALF, x + 2 * HALF, sizeof(float) * (D - 2 * HALF));
     }
 
    private:
@@ -41,9 +45,15 @@ class Rotary {
     static PLANC_INLINE void turn_neighbours(const float* x, const float* cos, const float* sin, float* y) {
         for (int i = 0; i < HALF; ++i) {
             const float a = x[2 * i], b = x[2 * i + 1];
-            y[2 * i] = a * cos[i] - b * sin[i];
-            y[2 * i + 1] = b * cos[i] + a * sin[i];
+            y[2 * i] = rounded(a * cos[i]) - b * sin[i];
+            y[2 * i + 1] = rounded(b * cos[i]) + a * sin[i];
         }
+    }
+
+    // A product that stays one: gcc 12 makes a difference and a sum of neighbours one multiply-add, -ffp-contract=off or not.
+    static PLANC_INLINE float rounded(float product) {
+        asm("" : "+m"(product));
+        return product;
     }
 };
 
