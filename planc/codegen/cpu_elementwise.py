@@ -103,8 +103,12 @@ def _gelu(node: Node, types: Types) -> Design:
 
 
 def _act_mul(node: Node, types: Types) -> Design:
-    act = str(node.attr("act"))
-    return _tagged(act, _pointwise(f"planc::Gated<planc::{_ACTS[act]}>", node, types))
+    return _tagged(str(node.attr("act")), _pointwise(gated(node), node, types))
+
+
+def gated(node: Node) -> str:
+    """The function of an act_mul, or of one that rounds."""
+    return f"planc::Gated<planc::{_ACTS[str(node.attr('act'))]}>"
 
 
 def _binary(node: Node, types: Types) -> Design:

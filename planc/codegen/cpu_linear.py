@@ -1,18 +1,15 @@
 """CPU kernel rows of weights: linear layers, experts, embeddings, in f32, bf16 or codes; and rows rounded to 8 bits."""
 
-from dataclasses import replace
 from math import prod
 
-from planc.codegen.axes import outer
-from planc.codegen.kernel import Constant, Design, Row, Types, alias, flag, integer, real
-from planc.compiler.ir import hadamard
+from planc.codegen.kernel import Constant, Design, Row, Types, alias, flag, integer
 from planc.compiler.ir.graph import Node
-from planc.compiler.ir.operands import Operands, operands, rounding
+from planc.compiler.ir.operands import Operands, operands
 from planc.compiler.ir.quant import Scheme, scheme
 from planc.compiler.ir.types import PACKED, TensorType
 
 _PLAIN = {"f32": "PackedF32", "bf16": "PackedBf16"}
-_ELEMENTS = {"f32": "float", "bf16": "uint16_t", "i8": "int8_t", "f8e4m3": "planc::F8"}
+ELEMENTS = {"f32": "float", "bf16": "uint16_t", "i8": "int8_t", "f8e4m3": "planc::F8"}
 
 
 def _scheme(node: Node) -> Scheme | None:
@@ -139,7 +136,7 @@ def _scale_strides(x: TensorType) -> tuple[Constant, ...]:
 
 def _embedding_fits(node: Node, types: Types) -> bool:
     table = types[0]
-    return types[-1].dtype == "i32" and table.dtype in _ELEMENTS and _table(node, table) is not None
+    return types[-1].dtype == "i32" and table.dtype in ELEMENTS and _table(node, table) is not None
 
 
 def _packed_embedding_fits(node: Node, types: Types) -> bool:
@@ -153,7 +150,7 @@ def _table(node: Node, table: TensorType) -> tuple[str, str] | None:
         return None
     if table.layout in PACKED:
         return f"PackedTable<Config, planc::{named[0]}>", named[1]
-    return f"RowMajorTable<Config, {_ELEMENTS.get(table.dtype)}, {(row and row.group) or 0}>", named[1]
+    return f"RowMajorTable<Config, {ELEMENTS.get(table.dtype)}, {(row and row.group) or 0}>", named[1]
 
 
 def _embedding(node: Node, types: Types) -> Design:
@@ -163,22 +160,6 @@ def _embedding(node: Node, types: Types) -> Design:
     at = {"s": 1 if row else None, "z": 2 if row and row.zeros else None, "ids": len(types) - 1, "out": len(types)}
     constants = (integer("COUNT", int(table.shape[0])), integer("WIDTH", table.features))
     return Design(constants, {"table": f"planc::{reader[0]}", "at": at}, (reader[1], table.layout))
-
-
-def _quantize_rows(node: Node, types: Types) -> Design:
-    axes = outer(node.out.type, types[:1])
-    dtype = str(node.attr("dtype"))
-    turned = int(node.attr("hadamard", 1))  # type: ignore[arg-type]
-    constants = [alias("Element", _ELEMENTS[dtype], dtype), integer("WIDTH", int(types[0].shape[-1]))]
-    _, shift, outliers = rounding(range(len(types)), types)
-    count = 0 if outliers is None else int(types[outliers].shape[0])
-    constants += [integer("HADAMARD", turned), flag("SHIFT", shift is not None), integer("OUTLIERS", count)]
-    if turned > 1:
-        words = ", ".join(f"{word:#x}u" for word in hadamard.WORDS)
-        constants += [Constant(f"static constexpr uint32_t WORD[{len(hadamard.WORDS)}] = {{{words}}}", "")]
-        constants += [replace(real("SCALE", float(hadamard.scale(turned))), tag="")]
-    given = {"extent": axes.extent, "out": axes.out, "x": axes.inputs[0], "shift": shift, "outliers": outliers}
-    return Design(tuple(constants), given | {"to": len(node.inputs)}, (axes.tag,))
 
 
 def _product_row(op: str, x: str, weights: str, packed: int) -> Row:
@@ -203,7 +184,6 @@ def _embedding_row(op: str, table: str) -> Row:
 
 
 _U4_TABLE = "table u4 packed with scales by group, ids i32[T]"
-_ROUND = "x f32[.., K], maybe a shift f32[K] and outliers i32[n], to i8 or f8e4m3, and a scale a row"
 
 LINEAR: tuple[Row, ...] = (
     _product_row("linear", "f32", "f32 or bf16", 1),
@@ -215,5 +195,4 @@ LINEAR: tuple[Row, ...] = (
     _embedding_row("embedding", "f32 or bf16"),
     _embedding_row("qembedding", "i8 or f8e4m3 with scales"),
     Row("qembedding", "embedding.cpp.jinja", _embedding, _U4_TABLE, _packed_embedding_fits, packed=frozenset({0})),
-    Row("quantize_rows", "quantize_rows.cpp.jinja", _quantize_rows, _ROUND, views=frozenset({0})),
 )

@@ -31,11 +31,12 @@ def _has(node: Node, name: str) -> bool:
     return bool(node.attr(name, False))
 
 
-def _norm_fits(node: Node, types: Types) -> bool:
+def norm_fits(node: Node, types: Types) -> bool:
     return all(t.dtype == "f32" for t in types)
 
 
-def _norm(node: Node, types: Types) -> Design:
+def norm(node: Node, types: Types) -> Design:
+    """The design of norm.cpp.jinja: the places of the inputs among the buffers, then those of the outputs."""
     added, layer = node.op.startswith("add_"), node.op.endswith("layer_norm")
     sides = 2 if added else 1
     bias = layer and _has(node, "bias")
@@ -47,8 +48,9 @@ def _norm(node: Node, types: Types) -> Design:
         flag("WEIGHT", weight),
         *([flag("BIAS", bias)] if layer else []),
     )
-    variables = {"extent": axes.extent, "out": axes.out, "inputs": axes.inputs, "added": added, "weight": weight}
-    variables |= {"bias": bias, "norm": "LayerNorm" if layer else "RmsNorm"}
+    variables = {"extent": axes.extent, "out": axes.out, "inputs": axes.inputs, "added": added, "rounding": None}
+    variables |= {"weight": sides if weight else None, "bias": sides + weight if bias else None}
+    variables |= {"norm": "LayerNorm" if layer else "RmsNorm", "to": len(types), "total": len(types) + 1}
     return Design(constants, variables, (axes.tag,))
 
 
@@ -126,7 +128,7 @@ def _attention(node: Node, types: Types) -> Design:
 
 def _norm_row(op: str, views: int) -> Row:
     says = "f32 [T, .., D], weight and bias f32[D]"
-    return Row(op, "norm.cpp.jinja", _norm, says, _norm_fits, views=frozenset(range(views)))
+    return Row(op, "norm.cpp.jinja", norm, says, norm_fits, views=frozenset(range(views)))
 
 
 def _append_row(says: str, fits: Fits, parts: tuple[str, ...]) -> Row:

@@ -6,7 +6,8 @@ from planc.codegen.cpu_linear import LINEAR
 from planc.codegen.cpu_model import MODEL
 from planc.codegen.cpu_moves import MOVES
 from planc.codegen.cpu_products import PRODUCTS
+from planc.codegen.cpu_quantize import QUANTIZE
 from planc.codegen.cpu_rows import ROWS
 from planc.codegen.kernel import Row
 
-TABLE: tuple[Row, ...] = (*LINEAR, *MODEL, *ELEMENTWISE, *MOVES, *ROWS, *PRODUCTS, *COLLECTIVE)
+TABLE: tuple[Row, ...] = (*LINEAR, *QUANTIZE, *MODEL, *ELEMENTWISE, *MOVES, *ROWS, *PRODUCTS, *COLLECTIVE)

@@ -19,6 +19,7 @@ from planc.passes import (
     fuse_act,
     fuse_add_norm,
     fuse_append,
+    fuse_quantize,
     kv_layout,
     merge_linear,
     norm,
@@ -74,6 +75,7 @@ PIPELINE = (
     Pass(quantize.quantize, targets=assign.weighted),
     Pass(kv_layout.kv_layout, targets=kv_layout.attentions),
     Pass(fuse_append.fuse_append),
+    Pass(fuse_quantize.fuse_quantize),
     Pass(select),
     Pass(memory),
 )

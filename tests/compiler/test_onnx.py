@@ -17,12 +17,14 @@ from planc.compiler.ir.packing import pack, packed_shape
 from planc.compiler.ir.quant import LIMITS, quantize_rows
 from planc.compiler.ir.recipe import load
 from planc.compiler.ir.refs import logical
+from planc.compiler.ir.rounded import NAMES as ROUNDED
 from planc.compiler.ir.types import DTYPES, PACKED, Attr, TensorType
 from planc.compiler.onnx_export import weights, writer
 from planc.compiler.onnx_export.emitter import ELEMENT, Emitter
 from planc.compiler.onnx_export.model import IR_VERSION, OPSET, graph_proto
 from planc.compiler.onnx_export.table import FORMS
 from planc.errors import PlancError
+from planc.passes.fuse_quantize import apart
 from planc.plans.tensors import Writer
 from tests.compiler.ir.samples import MASKS, Sample, samples
 
@@ -50,6 +52,7 @@ def tokens_of(s: Sample) -> int:
 
 def run(graph: Graph, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
     """What onnxruntime makes of the nodes of a graph without weights; results in bfloat16 are widened."""
+    graph = apart(graph)
     e = Emitter(graph)
     for n in graph.nodes:
         e.node(n, FORMS[n.op])
@@ -84,7 +87,8 @@ def _model(e: Emitter, inputs: Sequence[Value], outputs: Sequence[Value]) -> Mod
 
 
 def test_every_op_has_a_form() -> None:
-    assert set(FORMS) == {name for name, op in OPS.items() if not op.collective}
+    taken_apart = {"rotary_append", *ROUNDED}
+    assert set(FORMS) == {name for name, op in OPS.items() if not op.collective} - taken_apart
 
 
 @pytest.mark.parametrize("s", ALL, ids=lambda s: s.op)

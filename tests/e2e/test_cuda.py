@@ -184,7 +184,7 @@ def test_kernels_of_features_with_second_digits(tmp_path: Path) -> None:
     folder = tiny("llama", tmp_path, intermediate_size=288)
     root = built(folder, tmp_path / "plan", target="sm_90a", dtype="fp8", calib="builtin", calib_tokens=1024)
     names = [v.name for v in each_kernel(root, store.load(root), seed=0) if v.ok]
-    assert any("quantize_rows" in name and "outliers32" in name for name in names), names
+    assert any("quantize" in name and "outliers32" in name for name in names), names
     assert all(v.ok for v in each_kernel(root, store.load(root), seed=1))
 
 

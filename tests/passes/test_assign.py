@@ -22,7 +22,7 @@ ERROR = {"i8": 0.05, "f8e4m3": 0.15, "u4": 0.5}  # largest, of the logits of a r
 
 def without_kernels(graph: Graph, chosen: Options) -> Graph:
     """All passes up to the choice of kernels."""
-    rows = tuple(p for p in pipeline.PIPELINE if p.name not in ("select", "memory"))
+    rows = tuple(p for p in pipeline.PIPELINE if p.name not in ("fuse_quantize", "select", "memory"))
     return pipeline.run(graph, chosen, pipeline=rows)[0]
 
 

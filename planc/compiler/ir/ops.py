@@ -133,14 +133,6 @@ def _model() -> list[Op]:
     ]
 
 
-def _experts() -> list[Op]:
-    q, x = {"scheme": True, "bias": False}, {"store": False, "bias": False}
-    return [
-        Op("expert_linear", infer_rows.expert_linear, refs_experts.expert_linear, x, shard="experts"),
-        Op("qexpert_linear", infer_rows.qexpert_linear, refs_quant.qexpert_linear, q, shard="replicate"),
-        Op("weighted_sum", infer_rows.weighted_sum, refs_experts.weighted_sum, {}, shard="weighted_sum"),
-    ]
-
 def _rounded() -> list[Op]:
     """What makes rows and rounds them."""
     made, attrs = {op.name: op for op in _model()}, {**_ROUNDING, "shift": False}
@@ -151,6 +143,14 @@ def _rounded() -> list[Op]:
 
     return [both(made[name]) for name in rounded.FIRST]
 
+
+def _experts() -> list[Op]:
+    q, x = {"scheme": True, "bias": False}, {"store": False, "bias": False}
+    return [
+        Op("expert_linear", infer_rows.expert_linear, refs_experts.expert_linear, x, shard="experts"),
+        Op("qexpert_linear", infer_rows.qexpert_linear, refs_quant.qexpert_linear, q, shard="replicate"),
+        Op("weighted_sum", infer_rows.weighted_sum, refs_experts.weighted_sum, {}, shard="weighted_sum"),
+    ]
 
 
 def _collectives() -> list[Op]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from planc.compiler.ir import operands, refs_quant
 from planc.compiler.ir.graph import Node, Value
-from planc.compiler.ir.refs import Out, Ref
+from planc.compiler.ir.refs import Array, Out, Ref
 from planc.compiler.ir.types import Attr, TensorType
 
 Attrs = Mapping[str, Attr]
@@ -44,7 +44,7 @@ def infer(made: Infer) -> Infer:
 def ref(made: Ref) -> Ref:
     """The reference of an op that rounds what `made` makes."""
 
-    def both(attrs: Attrs, args: Sequence[refs_quant.Array], types: Types) -> Out:
+    def both(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
         count = len(types) - _taken(attrs, types)
         rows, *others = made(attrs, args[:count], types[:count])
         return (*others, *refs_quant.quantize_rows(attrs, [rows, *args[count:]], [types[0], *types[count:]]))

@@ -72,26 +72,30 @@ struct LayerNorm {
     }
 };
 
-// Norm over each row of x[rows, .., WIDTH]; Shape has INNER = 1 and the strides reach the start of a row.
-template <class Norm, class Shape, class Out, class X>
-void norm_rows(int rows, int thread, int threads, const float* x, const float* weight, const float* bias, float* y) {
-    for_each_inner<Shape>(rows, thread, threads, [&](const auto& place) {
-        Norm::row(x + X::at(place), weight, bias, y + Out::at(place));
-    });
-}
+// Makers of rows: (place, y) writes the norm of the row that is there to y[D]. Strides reach the start of a row.
+template <class Norm, class X>
+struct NormOf {
+    const float *x, *weight, *bias;
+    template <class Where>
+    PLANC_INLINE void operator()(const Where& place, float* y) const {
+        Norm::row(x + X::at(place), weight, bias, y);
+    }
+};
 
-// total = x1 + x2, y = Norm(total), row by row.
-template <class Norm, class Shape, class Out, class X1, class X2>
-void add_norm_rows(int rows, int thread, int threads, const float* x1, const float* x2, const float* weight, const float* bias,
-                   float* y, float* total) {
-    for_each_inner<Shape>(rows, thread, threads, [&](const auto& place) {
+// total = x1 + x2, which is written, too, and its norm.
+template <class Norm, class Total, class X1, class X2>
+struct NormOfSum {
+    const float *x1, *x2, *weight, *bias;
+    float* total;
+    template <class Where>
+    PLANC_INLINE void operator()(const Where& place, float* y) const {
         const float *p = x1 + X1::at(place), *q = x2 + X2::at(place);
-        float* t = total + Out::at(place);
+        float* t = total + Total::at(place);
         for_each_vec(Norm::D, [&](int i, int n) PLANC_INLINED {
             store_lanes(t + i, load_lanes(p + i, n) + load_lanes(q + i, n), n);
         });
-        Norm::row(t, weight, bias, y + Out::at(place));
-    });
-}
+        Norm::row(t, weight, bias, y);
+    }
+};
 
 }  // namespace planc

@@ -8,28 +8,47 @@ namespace planc {
 
 // Config: WIDTH (of the last axis), Element (int8_t or F8); SHIFT, whether a vector is taken from each row; and where rows
 // turn before they are rounded: HADAMARD (the size of a block, else 1), SCALE and WORD (the blocks' signs); OUTLIERS, how
-// many features have a second digit, else 0. Codes and scales are dense; Shape has INNER = 1 and the strides reach the start of a row.
-template <class Config, class Shape, class Out, class X>
-void quantize_rows(int rows, int thread, int threads, const float* x, const float* shift, const int32_t* outliers,
-                   typename Config::Element* codes, float* scales) {
-    constexpr int WIDTH = Config::WIDTH;
-    constexpr bool AS_IT_IS = !Config::SHIFT && Config::HADAMARD == 1;
-    alignas(64) float own[AS_IT_IS ? 1 : WIDTH + LANES];  // whole vectors reach beyond the end
-    for_each_inner<Shape>(rows, thread, threads, [&](const auto& place) {
-        const int64_t at = Out::at(place);
-        const float* row = x + X::at(place);
+// many features have a second digit, else 0. Codes and scales are dense.
+template <class Config>
+struct Rounding {
+    static constexpr int WIDTH = Config::WIDTH, CODES = WIDTH + 2 * Config::OUTLIERS;
+    static constexpr bool AS_IT_IS = !Config::SHIFT && Config::HADAMARD == 1;
+    const float* shift;
+    const int32_t* outliers;
+    typename Config::Element* codes;
+    float* scales;
+
+    // Row number `row` is x[WIDTH].
+    PLANC_INLINE void operator()(const float* x, int64_t row) const {
+        alignas(64) float own[AS_IT_IS ? 1 : WIDTH + LANES];  // whole vectors reach beyond the end
+        typename Config::Element* to = codes + row * CODES;
         if constexpr (Config::HADAMARD > 1) {
-            rotate<Config>(row, shift, own);
+            rotate<Config>(x, shift, own);
         } else if constexpr (Config::SHIFT) {
-            for_each_vec(WIDTH, [&](int i, int n) PLANC_INLINED { store_lanes(own + i, load_lanes(row + i, n) - load_lanes(shift + i, n), n); });
+            for_each_vec(WIDTH, [&](int i, int n) PLANC_INLINED { store_lanes(own + i, load_lanes(x + i, n) - load_lanes(shift + i, n), n); });
         }
-        const float scale = narrow<WIDTH>(AS_IT_IS ? row : own, codes + at, 1);
-        if constexpr (Config::OUTLIERS > 0) {
-            second_digits<WIDTH, Config::OUTLIERS>(AS_IT_IS ? row : own, scale, outliers, codes + at);
-        }
-        scales[at / (WIDTH + 2 * Config::OUTLIERS)] = scale;
+        const float scale = narrow<WIDTH>(AS_IT_IS ? x : own, to, 1);
+        if constexpr (Config::OUTLIERS > 0) second_digits<WIDTH, Config::OUTLIERS>(AS_IT_IS ? x : own, scale, outliers, to);
+        scales[row] = scale;
+    }
+};
+
+// Shape has INNER = 1 and the strides reach the start of a row: X those of x, Out those of as many dense rows.
+template <class Config, class Shape, class Out, class X>
+void quantize_rows(int rows, int thread, int threads, const float* x, const Rounding<Config>& round) {
+    for_each_inner<Shape>(rows, thread, threads, [&](const auto& place) {
+        round(x + X::at(place), Out::at(place) / Config::WIDTH);
     });
-    (void)shift, (void)outliers;
+}
+
+// The same of rows that `make(place, y)` writes to y[WIDTH], which is this thread's own.
+template <class Config, class Shape, class Out, class Make>
+void quantize_made(int rows, int thread, int threads, const Make& make, const Rounding<Config>& round) {
+    alignas(64) float y[Config::WIDTH + LANES];  // compilers warn of a last vector that masks its end
+    for_each_inner<Shape>(rows, thread, threads, [&](const auto& place) {
+        make(place, y);
+        round(y, Out::at(place) / Config::WIDTH);
+    });
 }
 
 }  // namespace planc

@@ -60,6 +60,12 @@ PLANC_INLINE void for_each_inner(int rows, int thread, int threads, Body body) {
     }
 }
 
+// y[rows, .., WIDTH]: each row as `make(place, y)` writes it. Shape has INNER = 1 and Out reaches the start of a row.
+template <class Shape, class Out, class Make>
+void make_rows(int rows, int thread, int threads, const Make& make, float* y) {
+    for_each_inner<Shape>(rows, thread, threads, [&](const auto& place) { make(place, y + Out::at(place)); });
+}
+
 // y[r] = x[index[r]]: `bytes` of each row, rows x_stride bytes apart in x and dense in y.
 inline void take_rows(const void* x, const int32_t* index, void* y, int64_t bytes, int64_t x_stride, Range rows) {
     for (int r = rows.begin; r < rows.end; ++r) {
