@@ -157,7 +157,7 @@ def built(model: str, folder: Path, scheme: str, cache: str, width: int, reuse: 
         command += ["--max-kl", "1e9", "--max-ppl-increase", "1e9"]  # a table also shows what is far off
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
         if done.returncode:
-            raise RuntimeError(done.stderr.strip().splitlines()[-1])
+            raise RuntimeError((done.stderr.strip().splitlines() or [f"the build ended with {done.returncode}"])[-1])
         stages = dict(re.findall(r"^(.+?) +([\d.]+) s$", done.stderr, re.MULTILINE))
         facts = {"build_s": time.perf_counter() - start, "weights_s": float(stages.get("weights", 0))}
         facts |= {f"{k}_s": float(v) for k, v in stages.items() if k.startswith("calib")}

@@ -9,7 +9,16 @@ from planc.codegen.cuda import attention as rows
 from planc.codegen.cuda.call import Bucket
 from planc.compiler.ir.ops import OPS
 from tests.codegen.cuda.paged import Runner, attend, emulated
-from tests.codegen.cuda.test_attention import APPENDS, APPENDS_F8, BOUNDS, CASES, ROWS, check_append
+from tests.codegen.cuda.test_attention import (
+    APPENDS,
+    APPENDS_F8,
+    BOUNDS,
+    CASES,
+    ROWS,
+    TURNS,
+    check_append,
+    check_turning_append,
+)
 from tests.kernels.harness import assert_close, assert_same_bits
 from tests.kernels.paged import Shape
 from tests.kernels.test_attention import World
@@ -81,3 +90,13 @@ def appends() -> list[object]:
 @pytest.mark.parametrize(("arch", "shape"), appends())
 def test_append(arch: int, shape: Shape, folder: Path) -> None:
     check_append(shape, emulated(folder / str(arch), arch), arch)
+
+
+def turns() -> list[object]:
+    rows = [(arch, turn) for arch in (80, 90, 120) for turn in TURNS]
+    return [pytest.param(*row, marks=() if row == (90, TURNS[-1]) else pytest.mark.slow) for row in rows]
+
+
+@pytest.mark.parametrize(("arch", "turn"), turns())
+def test_keys_turn_on_their_way_to_the_cache(arch: int, turn: tuple[Shape, int, bool], folder: Path) -> None:
+    check_turning_append(*turn, emulated(folder / str(arch), arch), arch)

@@ -154,6 +154,17 @@ def test_outliers_are_the_features_that_give_most() -> None:
     assert _outliers(x[:, :100], w[:, :100]) is None  # too few features to have some of them twice
 
 
+@pytest.mark.parametrize(("planted", "kept"), [(20, 32), (50, 64), (72, 64)])
+def test_there_are_as_many_outliers_as_stand_out(planted: int, kept: int) -> None:
+    """By 32 of 576, an eighth at most: 72 are not reached by whole steps."""
+    rng = np.random.default_rng(1)
+    x, w = rng.standard_normal((400, 576)).astype(np.float32), rng.standard_normal((24, 576)).astype(np.float32)
+    x[:, rng.permutation(576)[:planted]] *= 8
+    found = _outliers(x, w)
+    assert found is not None
+    assert len(found) == kept
+
+
 def test_outliers_are_those_of_rows_less_their_mean() -> None:
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((400, 576)).astype(np.float32), rng.standard_normal((24, 576)).astype(np.float32)
