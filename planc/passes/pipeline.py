@@ -31,6 +31,7 @@ from planc.passes.fuse_pointwise import fuse_pointwise
 from planc.passes.last_rows import last_rows
 from planc.passes.memory import memory
 from planc.passes.migrate import migrate
+from planc.passes.narrow import narrow
 from planc.passes.options import Options
 from planc.passes.select import select
 from planc.passes.shard import shard
@@ -76,6 +77,7 @@ PIPELINE = (
     Pass(kv_layout.kv_layout, targets=kv_layout.attentions),
     Pass(fuse_append.fuse_append),
     Pass(fuse_quantize.fuse_quantize),
+    Pass(narrow),
     Pass(select),
     Pass(memory),
 )

@@ -65,11 +65,11 @@ def check_parts(attrs: Attrs, parts: Types) -> None:
 
 
 def check_rows(attrs: Attrs, given: Operands[TensorType]) -> None:
-    """ValueError unless x is what the scheme multiplies: float32, or codes with a scale for each row."""
+    """ValueError unless x is what the scheme multiplies: floats, or codes with a scale for each row."""
     row = scheme_of(attrs)
-    wanted = row.act or "f32"
-    if given.x.dtype != wanted:
-        raise ValueError(f"scheme {row.name} multiplies rows of {wanted}, got {given.x}")
+    wanted = (row.act,) if row.act else ("f32", "bf16")
+    if given.x.dtype not in wanted:
+        raise ValueError(f"scheme {row.name} multiplies rows of {' or '.join(wanted)}, got {given.x}")
     scales = given.row_scales
     if scales is not None and (scales.dtype, scales.shape) != ("f32", given.x.shape[:-1]):
         raise ValueError(f"the rows of {given.x} need scales f32{list(given.x.shape[:-1])}, got {scales}")

@@ -5,7 +5,7 @@ like numpy, aligned at the last axis. References compute in float32 and are the 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from planc.compiler.ir import (
     refs_select,
     rounded,
 )
-from planc.compiler.ir.types import Attr, TensorType
+from planc.compiler.ir.types import DTYPES, Attr, TensorType
 
 Attrs = Mapping[str, Attr]
 Infer = Callable[[Attrs, Sequence[TensorType]], tuple[TensorType, ...]]
@@ -163,6 +163,24 @@ def _collectives() -> list[Op]:
 
 
 _TABLES = (_pointwise, _reductions, _rows, _structural, _model, _rounded, _experts, _collectives)
-OPS: Mapping[str, Op] = {op.name: op for table in _TABLES for op in table()}
+# What may write its first result narrower than it computes it, as the attribute `out` says.
+NARROWING = frozenset({"rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "act_mul"})
+NARROWING |= {"rotary_append", "paged_attention"}
+
+
+def _narrowing(op: Op) -> Op:
+    def infer_(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        first, *rest = op.infer(attrs, types)
+        return (replace(first, dtype=str(attrs.get("out", first.dtype))), *rest)
+
+    def ref(attrs: Attrs, args: Sequence[np.ndarray], types: Sequence[TensorType]) -> tuple[np.ndarray, ...]:
+        first, *rest = op.ref(attrs, args, types)
+        return (first.astype(DTYPES[str(attrs["out"])]) if "out" in attrs else first, *rest)
+
+    return replace(op, attrs={**op.attrs, "out": False}, infer=infer_, ref=ref)
+
+
+_ROWS = [op for table in _TABLES for op in table()]
+OPS: Mapping[str, Op] = {op.name: _narrowing(op) if op.name in NARROWING else op for op in _ROWS}
 # Ops that write a step's keys and values to the cache, and where the keys are among their inputs; values are next.
 APPENDS: Mapping[str, int] = {"kv_append": 0, "rotary_append": 1}

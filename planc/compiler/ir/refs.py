@@ -197,7 +197,7 @@ def embedding(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
 
 
 def linear(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
-    y = args[0] @ logical(args[1], types[1]).astype(np.float32).T
+    y = args[0].astype(np.float32) @ logical(args[1], types[1]).astype(np.float32).T
     return (y + args[2] if attrs.get("bias") else y,)
 
 

@@ -14,7 +14,7 @@ def matmul(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
 def expert_linear(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
     """y[t, j] = x[t, (j)] @ w[ids[t, j]].T (+ b[ids[t, j]]); an id outside of the experts gives zeros."""
     w = logical(args[2], types[2]).astype(np.float32)
-    return (choose(args[0], args[1], w, args[3] if attrs.get("bias") else None),)
+    return (choose(args[0].astype(np.float32), args[1], w, args[3] if attrs.get("bias") else None),)
 
 
 def choose(x: Array, ids: Array, w: Array, bias: Array | None) -> Array:

@@ -47,7 +47,7 @@ def qexpert_linear(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
 
 def _multiplied(given: Operands[Array]) -> Array:
     """The rows in float64 where they are codes: products of codes are then exact."""
-    return given.x if given.row_scales is None else given.x.astype(np.float64)
+    return given.x.astype(np.float32 if given.row_scales is None else np.float64)
 
 
 def _weight(attrs: Attrs, given: Operands[Array], types: Operands[TensorType]) -> Array:

@@ -15,6 +15,7 @@ from planc.compiler.onnx_export.structure import ROWS
 from planc.compiler.onnx_export.table import FORMS
 from planc.errors import PlancError
 from planc.passes import fuse_append, fuse_quantize
+from planc.passes.narrow import widened
 
 OPSET = 20  # the first with Gelu
 IR_VERSION = 9  # what opset 20 came with; older readers refuse newer ones
@@ -40,7 +41,7 @@ def graph_proto(graph: Graph) -> GraphProto:
 
     Raises PlancError naming a node that has no ONNX form.
     """
-    graph = fuse_quantize.apart(fuse_append.apart(graph))
+    graph = fuse_quantize.apart(fuse_append.apart(widened(graph)))
     rename = {v: f"{v}/rows" for v in (_IDS, _POSITIONS, _LOGITS) if v in graph.types}
     e = Emitter(graph, rename=rename)
     given = [name for name in _INPUTS if name == "ids" or _reads(graph, name)]
