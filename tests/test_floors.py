@@ -20,6 +20,7 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             "planc.compiler.onnx_export",
             "planc.compiler.progress",
+            "planc.passes",
             "planc.plans",
             "planc.runtime.cpu",
             "planc.__version__",
@@ -31,7 +32,7 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("planc.passes", "planc.plans", "planc.codegen.target", "planc.codegen.kernel", "planc.codegen.cuda.call", *IR),
         ("numpy",),
     ),
-    "codegen/cuda/kernels": ((), ("triton",)),
+    "codegen/cuda/kernels": (("planc.codegen.cuda.kernels",), ("triton",)),
     "emulator": (
         (
             "planc.emulator",

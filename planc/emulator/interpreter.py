@@ -7,6 +7,7 @@ are checked against the buffers that a launch names.
 """
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ _SCALARS: Mapping[str, Any] = {
     "fp32": (np.float32, tl.float32),
     "fp64": (np.float64, tl.float64),
 }
+_IMPORTED = re.compile(r"(?<=^from )planc\.codegen\.cuda\.kernels\.(\w+)(?= import)", re.MULTILINE)
 _stock_dtype = stock._get_np_dtype
 
 
@@ -161,13 +163,30 @@ def load(path: Path, *, interpreted: bool) -> ModuleType:
         raise PlancError(f"{path} is no kernel source")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # inspect finds a function's source through it
-    with knobs.runtime.scope():
+    names = _IMPORTED.finditer(path.read_text())
+    imported = {m[0]: load(path.with_name(f"{m[1]}.py"), interpreted=interpreted) for m in names}
+    with knobs.runtime.scope(), _modules(imported):
         knobs.runtime.interpret = interpreted
         spec.loader.exec_module(module)
     return module
 
 
 _ABSENT = object()
+
+
+@contextmanager
+def _modules(known: Mapping[str, ModuleType]) -> Iterator[None]:
+    """Imports by these names give these modules, for a while."""
+    before = {name: sys.modules.get(name) for name in known}
+    sys.modules.update(known)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
 
 
 class _Patches:

@@ -17,6 +17,7 @@ from planc.codegen.cpu import build_library
 from planc.codegen.kernel import Kernel, arguments, choose
 from planc.codegen.render import kernel_source
 from planc.codegen.target import Target, parse
+from planc.compiler.ir import rounded
 from planc.compiler.ir.graph import Node, Value
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.packing import pack
@@ -65,6 +66,16 @@ class Case:
 
 def case(op: str, *types: TensorType, **attrs: Attr) -> Case:
     return Case(op, types, tuple(attrs.items()))
+
+
+def apart(c: Case) -> tuple[Case, Case]:
+    """The two ops that one which rounds what it makes stands for."""
+    first, second = rounded.pair(c.node, c.types)
+    count = len(first.inputs)
+    return (
+        Case(first.op, c.types[:count], first.attrs),
+        Case(second.op, (first.out.type, *c.types[count:]), second.attrs),
+    )
 
 
 class Buffer:

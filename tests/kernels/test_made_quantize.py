@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from planc.compiler.ir import rounded
-from tests.kernels.harness import TARGETS, Case, Library, assert_same_bits, case, f32, i32, random
+from tests.kernels.harness import TARGETS, Case, Library, apart, assert_same_bits, case, f32, i32, random
 from tests.kernels.test_quantize_rows import given
 
 I8, F8 = {"dtype": "i8"}, {"dtype": "f8e4m3"}
@@ -17,16 +16,6 @@ BOTH = [
     case("act_mul_quantize", f32("T", 70, layout="strides:140"), f32("T", 70), act="silu", **I8),
     case("act_mul_quantize", WIDE, WIDE, ROW, act="gelu_tanh", shift=True, **F8),
 ]
-
-
-def apart(c: Case) -> tuple[Case, Case]:
-    """The two ops that the op of a case stands for."""
-    first, second = rounded.pair(c.node, c.types)
-    count = len(first.inputs)
-    return (
-        Case(first.op, c.types[:count], first.attrs),
-        Case(second.op, (first.out.type, *c.types[count:]), second.attrs),
-    )
 
 
 @pytest.fixture(scope="module")

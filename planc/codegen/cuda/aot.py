@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import queue
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ _FORMAT = "2"  # of what the cache holds; a change makes every entry new
 # Parameters that a compiler appends: Triton, pointers to its scratch and its profiler's, which no kernel of ours uses.
 _HIDDEN = {".py": 2, ".cu": 0}
 _PARTS = (".cubin", ".ptx", ".json")
+_IMPORTED = re.compile(r"^from planc\.codegen\.cuda\.kernels\.(\w+) import", re.MULTILINE)
 
 
 def compile(
@@ -62,10 +64,16 @@ def compile(
 
 def _place(kernel: TritonKernel, arch: int, tools: Toolchain, sources: Path) -> Path:
     """Where the cache keeps a kernel, without the suffix; the name holds a hash of all that makes its bytes."""
-    job = _job(kernel, arch, sources) | {"source": (sources / f"{kernel.source}{kernel.suffix}").read_text()}
+    job = _job(kernel, arch, sources) | {"source": _text(sources / f"{kernel.source}{kernel.suffix}")}
     text = json.dumps([_FORMAT, *tools.versions(kernel.suffix), job], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:24]
     return cache_dir() / "kernels" / f"{kernel.name}-sm{arch}-{digest}.cubin"
+
+
+def _text(source: Path) -> str:
+    """A source, and behind it those that it imports functions of."""
+    text = source.read_text()
+    return text + "".join(_text(KERNELS / f"{name}.py") for name in _IMPORTED.findall(text))
 
 
 def _cached(place: Path) -> bool:

@@ -20,7 +20,8 @@ from planc.codegen.cuda.call import (
     value,
 )
 from planc.codegen.cuda.dense_tiles import vector_warps
-from planc.compiler.ir import hadamard
+from planc.compiler.ir import hadamard, rounded
+from planc.compiler.ir.graph import Node
 from planc.compiler.ir.operands import rounding
 from planc.compiler.ir.quant import LIMITS, scheme
 from planc.compiler.ir.types import PAIRS, TensorType
@@ -28,6 +29,7 @@ from planc.compiler.ir.types import PAIRS, TensorType
 _TILE = 1024  # elements of a program, where a vector has fewer
 _STEP = 4096  # elements of a vector at a time, where it need not be whole
 _WHOLE = 65536  # elements of a vector that a program holds
+_TWICE = 16384  # of one that is made and rounded, before registers spill
 _FLOATS = frozenset({"f32", "bf16", "f16"})
 _NO_FP8 = (80, 86)
 _TURN = 4096  # elements that a program turns
@@ -108,29 +110,61 @@ def _width(site: Site) -> int:
 
 
 def _norm(site: Site) -> tuple[Call, ...]:
-    added, layer = site.node.op.startswith("add_"), site.node.op.endswith("layer_norm")
+    p = _normed(site, site.node, len(site.inputs))
+    p.output("y_ptr")
+    if len(site.node.outputs) > 1:
+        p.output("sum_ptr", 1)
+    p.bucket("vectors", p.count)
+    return p.launch("norm", "norm")
+
+
+def _normed(site: Site, node: Node, count: int) -> _Vectors:
+    """What a norm reads, which are the first `count` inputs."""
+    added, layer = node.op.startswith("add_"), node.op.endswith("layer_norm")
     bias = layer and site.flag("bias")
     first = 2 if added else 1
-    weight = len(site.inputs) - first - bias == 1
+    weight = count - first - bias == 1
     p = _Vectors(site, {"X": 0, "ADDED": 1} if added else {"X": 0}, power_of_two(_width(site)))
     p.input("x_ptr", 0)
     p.input("added_ptr", 1 if added else None)
     p.input("weight_ptr", first if weight else None)
     p.input("bias_ptr", first + weight if bias else None)
-    p.output("y_ptr")
-    if added:
-        p.output("sum_ptr", 1)
-    p.bucket("vectors", p.count)
     p.constants |= {"LAYER": layer, "EPS": float(site.number("eps")), "WIDTH": _width(site)}
     p.constants |= {} if added else {"sum_ptr": None, "ADDED": None}
-    return p.launch("norm", "norm")
+    return p
+
+
+def _norm_quantize(site: Site) -> tuple[Call, ...]:
+    first, shift, outliers = _both(site)
+    p = _normed(site, first, len(first.inputs))
+    p.input("shift_ptr", shift)
+    _codes(p, outliers)
+    return p.launch("rounded", "norm_quantize")
+
+
+def _act_mul_quantize(site: Site) -> tuple[Call, ...]:
+    first, shift, outliers = _both(site)
+    p = _Vectors(site, {"GATE": 0, "UP": 1}, power_of_two(_width(site)))
+    p.input("gate_ptr", 0)
+    p.input("up_ptr", 1)
+    p.input("shift_ptr", shift)
+    _codes(p, outliers)
+    p.constants["ACT"] = str(first.attr("act"))
+    return p.launch("rounded", "act_mul_quantize")
+
+
+def _both(site: Site) -> tuple[Node, int | None, int | None]:
+    """What makes the rows that are rounded, and which inputs are the shift and the outliers of these."""
+    first, _ = rounded.pair(site.node, site.inputs)
+    count = len(first.inputs)
+    _, shift, outliers = rounding(range(count - 1, len(site.inputs)), [first.out.type, *site.inputs[count:]])
+    return first, shift, outliers
 
 
 def _quantize_rows(site: Site) -> tuple[Call, ...]:
-    dtype, size = str(site.node.attr("dtype")), int(site.number("hadamard", 1))
+    size = int(site.number("hadamard", 1))
     p = _Vectors(site, {"X": 0}, power_of_two(_width(site)))
     _, shift, outliers = rounding(range(len(site.inputs)), site.inputs)
-    count = 0 if outliers is None else int(site.inputs[outliers].shape[0])
     before: tuple[Call, ...] = ()
     if size > 1:
         before = (_rotate(site, size, shift),)
@@ -140,13 +174,23 @@ def _quantize_rows(site: Site) -> tuple[Call, ...]:
     else:
         p.input("x_ptr", 0)
         p.input("shift_ptr", shift)
+    _codes(p, outliers)
+    return (*before, *p.launch("quantize", "quantize_rows"))
+
+
+def _codes(p: _Vectors, outliers: int | None) -> None:
+    """The rest of what writes codes: outliers, the last two outputs, and what they say."""
+    site = p.site
+    dtype, count = str(site.node.attr("dtype")), 0 if outliers is None else int(site.inputs[outliers].shape[0])
     p.input("outliers_ptr", outliers)
-    p.output("codes_ptr")
-    p.output("scales_ptr", 1)
+    last = len(site.node.outputs) - 2
+    if last:
+        p.output("sum_ptr")
+    p.output("codes_ptr", last)
+    p.output("scales_ptr", last + 1)
     p.bucket("vectors", p.count)
     p.constants |= {"LIMIT": float(LIMITS[dtype]), "WHOLE": dtype == "i8", "WIDTH": _width(site)}
     p.constants |= {"OUTLIERS": count, "PICKED": power_of_two(count)}
-    return (*before, *p.launch("quantize", "quantize_rows"))
 
 
 def _rotate(site: Site, size: int, shift: int | None) -> Call:
@@ -348,6 +392,13 @@ def _codes_fit(site: Site) -> bool:
     return fits and (site.node.attr("dtype") == "i8" or site.arch not in _NO_FP8)
 
 
+def _made_fits(site: Site) -> bool:
+    """Floats, in vectors that a program holds as they come and as they are rounded, which do not turn between."""
+    count = len(_both(site)[0].inputs)
+    fits = _floats_fit_first(site, count) and _width(site) <= _TWICE and int(site.number("hadamard", 1)) == 1
+    return fits and all(t.layout == "row" for t in site.inputs[2:]) and _codes_fit(site)
+
+
 def _index_fits(site: Site) -> bool:
     return _all_views(site) and site.inputs[1].dtype == "i32" and site.inputs[0].dtype in ("f32", "i32")
 
@@ -391,8 +442,11 @@ def _named(
 _NORMS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
 _ALONG = ("sum", "mean", "amax", "amin", "prod", "softmax", "cumsum", "argmax")
 _TABLE = "ids i32[T] and a table of f32 or bf16, of 8-bit codes (f8e4m3 from sm_89), or of u4 in pairs"
+_MADE = f"floats [T, .., D], D up to {_TWICE}, which do not turn, to i8 or (from sm_89) f8e4m3"
 ROWS: tuple[Row, ...] = (
     *_named(_NORMS, _norm, f"floats [T, .., D], D up to {_WHOLE}, in any views", _norm_fits),
+    *_named(tuple(map(rounded.name, _NORMS)), _norm_quantize, _MADE, _made_fits),
+    Row(rounded.name("act_mul"), _act_mul_quantize, _MADE, _made_fits),
     *_named(_ALONG, _along, "floats [T, .., D] in any views", _floats_fit),
     Row("quantize_rows", _quantize_rows, f"floats [.., K], K up to {_WHOLE}, to i8 or (from sm_89) f8e4m3", _codes_fit),
     Row("topk", _topk, f"floats [T, .., D], D up to {_WHOLE // 4}, in any views", _topk_fits),

@@ -1,6 +1,7 @@
 """The CUDA compiler: bytes that depend on the kernel alone, a cache, resources read from the cubin, named errors."""
 
 import hashlib
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,3 +183,18 @@ class TestCubin:
         for cut in (70, len(data) // 4, len(data) // 2):
             with pytest.raises(PlancError, match="cannot be read"):
                 cubin.read(data[:cut])
+
+
+def test_a_cached_kernel_is_that_of_what_its_source_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "kernels"
+    shutil.copytree(aot.KERNELS, folder)
+    monkeypatch.setattr(aot, "KERNELS", folder)
+    tools = toolchain.toolchain()
+
+    def places() -> list[Path]:
+        return [aot._place(kernel(name, "any", {}, {}), 90, tools, folder) for name in ("rounded", "embedding")]
+
+    before = places()
+    with (folder / "norm.py").open("a") as f:
+        f.write("\n# changed\n")
+    assert [old == new for old, new in zip(before, places(), strict=True)] == [False, True]

@@ -53,6 +53,7 @@ def simple(c: Case, tokens: int = 5) -> tuple[Case, list[Array]]:
 
 TABLES = (f32(50, 20), f32(50, 20), i32("T"))
 VIEW = "strides:400,96"
+WIDE = f32("T", 70, layout="strides:140")
 FAST = {
     "linear": product(3),
     "awq": quantized("awq"),
@@ -63,6 +64,7 @@ FAST = {
     ),
     "softmax": simple(case("softmax", f32("T", 3, 40))),
     "topk": simple(case("topk", f32("T", 100), k=4, largest=True)),
+    "norm and rows to i8": simple(case("add_rms_norm_quantize", WIDE, WIDE, f32(70), eps=1e-5, dtype="i8")),
     "rows that turn": simple(case("quantize_rows", f32("T", 208), dtype="i8", hadamard=16)),
 }
 SLOW = {
@@ -75,6 +77,10 @@ SLOW = {
     **{f"{n} of many rows": quantized(n, 70) for n in ("int8", "int8-wo", "fp8", "awq", "mxfp4")},
     **{f"experts {n}": experts(n) for n in ("int8", "int8-wo", "fp8", "awq", "mxfp4")},
     "rows to i8": simple(case("quantize_rows", f32("T", 3, 100), dtype="i8")),
+    "layer norm and rows to i8": simple(
+        case("layer_norm_quantize", WIDE, f32(70), f32(70), f32(70), eps=1e-5, bias=True, shift=True, dtype="i8")
+    ),
+    "act_mul and rows to fp8": simple(case("act_mul_quantize", WIDE, WIDE, i32(30), act="silu", dtype="f8e4m3")),
     "embedding": simple(case("embedding", f32(50, 60), i32("T"))),
     "interleaved": simple(case("rotary", f32("T", 3, 80, layout=VIEW), *TABLES, interleaved=True)),
     "layer norm": simple(case("layer_norm", f32("T", 3, 70), f32(70), f32(70), eps=1e-5, bias=True)),

@@ -9,7 +9,7 @@ from planc.compiler.ir.types import TensorType
 from planc.errors import PlancError
 from tests.codegen.cuda.harness import made, reference, run
 from tests.codegen.cuda.test_dense import weight_parts, weight_types
-from tests.kernels.harness import Case, case, f32, i32, random, tensor
+from tests.kernels.harness import Case, apart, case, f32, i32, random, tensor
 
 Array = np.ndarray
 VIEW = f32("T", 3, 19, layout="strides:80,21")
@@ -145,6 +145,55 @@ def test_outliers_have_their_second_digits_behind(arch: int) -> None:
     given[0][2] = given[1]  # all zeros, once the shift is taken
     for got, want in zip(run(c, given, arch), reference(c, given), strict=True):
         np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+
+
+ROW, ROWS = f32(100), f32("T", 3, 100)
+SOME = f32("T", 3, 100, layout="strides:700,104")
+MADE = [
+    case("rms_norm_quantize", ROWS, ROW, eps=1e-5, dtype="i8"),
+    case("rms_norm_quantize", SOME, ROW, i32(21), eps=1e-5, shift=True, dtype="f8e4m3"),
+    case("layer_norm_quantize", SOME, ROW, ROW, i32(21), eps=1e-5, bias=True, dtype="f8e4m3"),
+    case("add_rms_norm_quantize", SOME, ROWS, ROW, eps=1e-5, dtype="f8e4m3"),
+    case("add_layer_norm_quantize", ROWS, ROWS, ROW, i32(7), eps=1e-5, shift=True, dtype="f8e4m3"),
+    case("act_mul_quantize", SOME, SOME, act="silu", dtype="i8"),
+    case("act_mul_quantize", f32("T", 2500), f32("T", 2500), i32(40), act="gelu_tanh", dtype="f8e4m3"),
+    case("act_mul_quantize", SOME, ROWS, ROW, i32(21), act="relu2", shift=True, dtype="f8e4m3"),
+]
+
+
+def features(c: Case, tokens: int) -> list[Array]:
+    """Inputs of rows that are made and rounded: the third row is zeros, integers are features."""
+    rng = np.random.default_rng(3)
+    made = []
+    for i, t in enumerate(c.types):
+        if t.dtype == "i32":
+            made.append(np.sort(rng.permutation(100)[: int(t.shape[0])]).astype(np.int32))
+            continue
+        made.append(random(*(tokens if d == "T" else int(d) for d in t.shape), seed=i, scale=3))
+        if t.shape[0] == "T":
+            made[-1][2:3] = 0
+    return made
+
+
+@pytest.mark.parametrize("c", MADE, ids=str)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_rows_are_rounded_as_they_are_made(c: Case, tokens: int) -> None:
+    """The bits of the two kernels one after the other."""
+    first, second = apart(c)
+    given, count = features(c, tokens), len(first.types)
+    made, *others = run(first, given[:count], 90)
+    want = (*others, *run(second, [made, *given[count:]], 90))
+    for got, w in zip(run(c, given, 90), want, strict=True):
+        np.testing.assert_array_equal(got.view(np.uint8), w.view(np.uint8))
+
+
+def test_rows_that_turn_or_are_wide_are_made_apart() -> None:
+    for c in (
+        case("act_mul_quantize", ROWS, ROWS, act="silu", dtype="i8", hadamard=4),
+        case("rms_norm_quantize", f32("T", 16392), eps=1e-5, dtype="i8"),
+    ):
+        with pytest.raises(PlancError, match="has no kernel on sm_90"):
+            made(c, 90, 1)
 
 
 def test_rows_to_8_bits_of_a_view() -> None:

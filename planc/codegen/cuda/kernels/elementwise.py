@@ -105,7 +105,7 @@ def _remainder(x, y):
 
 
 @triton.jit
-def _one(OP: tl.constexpr, x):
+def one(OP: tl.constexpr, x):
     """A function of one argument."""
     if OP == "copy":
         return x
@@ -223,7 +223,7 @@ def _apply(values, CODE: tl.constexpr, SHAPE: tl.constexpr):
     """One statement."""
     x = _value(values, CODE[1], SHAPE)
     if len(CODE) == 2:
-        return _one(CODE[0], x)
+        return one(CODE[0], x)
     elif len(CODE) == 3:
         return _two(CODE[0], x, _value(values, CODE[2], SHAPE))
     else:

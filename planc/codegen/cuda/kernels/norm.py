@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _at(vector, EXTENT: tl.constexpr, INNER: tl.constexpr, STRIDE: tl.constexpr):
+def start_of(vector, EXTENT: tl.constexpr, INNER: tl.constexpr, STRIDE: tl.constexpr):
     """Offset of a vector: STRIDE is that of a row, then of each axis of EXTENT, whose product is INNER."""
     at = (vector // INNER).to(tl.int64) * STRIDE[0]
     rest = vector % INNER
@@ -17,6 +17,52 @@ def _at(vector, EXTENT: tl.constexpr, INNER: tl.constexpr, STRIDE: tl.constexpr)
             at += (rest % EXTENT[axis]).to(tl.int64) * STRIDE[axis + 1]
             rest = rest // EXTENT[axis]
     return at
+
+
+@triton.jit
+def summed(
+    x_ptr,
+    added_ptr,
+    vector,
+    column,
+    there,
+    EXTENT: tl.constexpr,
+    INNER: tl.constexpr,
+    X: tl.constexpr,
+    ADDED: tl.constexpr,
+):
+    """x (+ added) at some columns of vectors, in float32."""
+    x = tl.load(x_ptr + start_of(vector, EXTENT, INNER, X)[:, None] + column[None, :], mask=there, other=0.0).to(
+        tl.float32
+    )
+    if added_ptr is not None:
+        added = added_ptr + start_of(vector, EXTENT, INNER, ADDED)[:, None] + column[None, :]
+        x += tl.load(added, mask=there, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def statistics(x, inside, LAYER: tl.constexpr, EPS: tl.constexpr, WIDTH: tl.constexpr):
+    """The mean of each whole vector where LAYER, else 0, and what it is then to be multiplied by."""
+    mean = tl.zeros((x.shape[0],), tl.float32)
+    if LAYER:
+        mean = tl.sum(x, axis=1) / WIDTH
+        x = tl.where(inside, x - mean[:, None], 0.0)
+    square = tl.sum(x * x, axis=1) / WIDTH
+    return mean, 1.0 / tl.sqrt_rn(square + EPS)
+
+
+@triton.jit
+def normed(x, mean, factor, weight_ptr, bias_ptr, column, LAYER: tl.constexpr, WIDTH: tl.constexpr):
+    """x at some columns, by the statistics of its vectors and the parameters."""
+    if LAYER:
+        x = x - mean[:, None]
+    y = x * factor[:, None]
+    if weight_ptr is not None:
+        y *= tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    return y
 
 
 @triton.jit
@@ -43,19 +89,10 @@ def norm(
     column = tl.arange(0, BLOCK)
     inside = (column < WIDTH)[None, :]
     there = (vector < vectors)[:, None] & inside
-    x = tl.load(x_ptr + _at(vector, EXTENT, INNER, X)[:, None] + column[None, :], mask=there, other=0.0)
-    x = x.to(tl.float32)
+    x = summed(x_ptr, added_ptr, vector, column, there, EXTENT, INNER, X, ADDED)
     out = vector.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    if added_ptr is not None:
-        added = added_ptr + _at(vector, EXTENT, INNER, ADDED)[:, None] + column[None, :]
-        x += tl.load(added, mask=there, other=0.0).to(tl.float32)
+    if sum_ptr is not None:
         tl.store(sum_ptr + out, x.to(sum_ptr.dtype.element_ty), mask=there)
-    if LAYER:
-        x = tl.where(inside, x - (tl.sum(x, axis=1) / WIDTH)[:, None], 0.0)
-    square = tl.sum(x * x, axis=1) / WIDTH
-    y = x * (1.0 / tl.sqrt_rn(square + EPS))[:, None]
-    if weight_ptr is not None:
-        y *= tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    mean, factor = statistics(x, inside, LAYER, EPS, WIDTH)
+    y = normed(x, mean, factor, weight_ptr, bias_ptr, column, LAYER, WIDTH)
     tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=there)

@@ -6,19 +6,74 @@ A vector is scaled by its own largest magnitude; one of zeros has the scale 0.
 import triton
 import triton.language as tl
 
+from planc.codegen.cuda.kernels.norm import start_of
+
 _HALVES_VANISH = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it drops what is below 1, to the nearest even
 
 
 @triton.jit
-def _at(vector, EXTENT: tl.constexpr, INNER: tl.constexpr, STRIDE: tl.constexpr):
-    """Offset of a vector: STRIDE is that of a row, then of each axis of EXTENT, whose product is INNER."""
-    at = (vector // INNER).to(tl.int64) * STRIDE[0]
-    rest = vector % INNER
-    for axis in tl.static_range(len(EXTENT) - 1, -1, -1):
-        if EXTENT[axis] > 1:
-            at += (rest % EXTENT[axis]).to(tl.int64) * STRIDE[axis + 1]
-            rest = rest // EXTENT[axis]
-    return at
+def less(x, shift_ptr, column, WIDTH: tl.constexpr):
+    """x at some columns of vectors, less the shift, if there is one."""
+    if shift_ptr is not None:
+        x -= tl.load(shift_ptr + column, mask=column < WIDTH, other=0.0)[None, :]
+    return x
+
+
+@triton.jit
+def _ratio(x, divisor, LIMIT: tl.constexpr):
+    """x in units of the scale of its vector."""
+    ratio = tl.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape))
+    return tl.minimum(tl.maximum(ratio, -LIMIT), LIMIT)
+
+
+@triton.jit
+def first_digits(
+    x,
+    vector,
+    column,
+    vectors,
+    codes_ptr,
+    scales_ptr,
+    LIMIT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OUTLIERS: tl.constexpr,
+):
+    """Writes codes and scales of whole vectors, 0 behind their end, and gives what they were divided by. Both are
+    dense; there is room for second digits behind the codes.
+    """
+    scale = tl.div_rn(tl.max(tl.abs(x), axis=1), tl.full((x.shape[0],), LIMIT, tl.float32))
+    tl.store(scales_ptr + vector, scale, mask=vector < vectors)
+    divisor = tl.where(scale == 0.0, 1.0, scale)
+    code = _ratio(x, divisor, LIMIT)
+    if WHOLE:
+        code = (code + _HALVES_VANISH) - _HALVES_VANISH
+    out = vector.to(tl.int64)[:, None] * (WIDTH + 2 * OUTLIERS) + column[None, :]
+    there = (vector < vectors)[:, None] & (column < WIDTH)[None, :]
+    tl.store(codes_ptr + out, code.to(codes_ptr.dtype.element_ty), mask=there)
+    return divisor
+
+
+@triton.jit
+def outliers_of(outliers_ptr, vector, vectors, OUTLIERS: tl.constexpr, PICKED: tl.constexpr):
+    """The features that have a second digit, and where there are any."""
+    place = tl.arange(0, PICKED)
+    feature = tl.load(outliers_ptr + place, mask=place < OUTLIERS, other=0)
+    return feature, (vector < vectors)[:, None] & (place < OUTLIERS)[None, :]
+
+
+@triton.jit
+def second_digits(
+    x, divisor, vector, there, codes_ptr, LIMIT: tl.constexpr, WIDTH: tl.constexpr, OUTLIERS: tl.constexpr
+):
+    """Writes, of the outliers x[ROWS, PICKED], codes of what rounding took from them, and their own again behind."""
+    ratio = _ratio(x, divisor, LIMIT)
+    first = ratio.to(codes_ptr.dtype.element_ty)
+    left = (ratio - first.to(tl.float32)).to(codes_ptr.dtype.element_ty)
+    place = tl.arange(0, x.shape[1])
+    out = vector.to(tl.int64)[:, None] * (WIDTH + 2 * OUTLIERS) + WIDTH + place[None, :]
+    tl.store(codes_ptr + out, left, mask=there)
+    tl.store(codes_ptr + out + OUTLIERS, first, mask=there)
 
 
 @triton.jit
@@ -46,34 +101,13 @@ def quantize_rows(
     vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     there = (vector < vectors)[:, None] & (column < WIDTH)[None, :]
-    start = _at(vector, EXTENT, INNER, X)
-    x = tl.load(x_ptr + start[:, None] + column[None, :], mask=there, other=0.0)
-    x = x.to(tl.float32)
-    if shift_ptr is not None:
-        x -= tl.load(shift_ptr + column, mask=column < WIDTH, other=0.0)[None, :]
-    scale = tl.div_rn(tl.max(tl.abs(x), axis=1), tl.full((ROWS,), LIMIT, tl.float32))
-    tl.store(scales_ptr + vector, scale, mask=vector < vectors)
-    divisor = tl.where(scale == 0.0, 1.0, scale)
-    code = tl.div_rn(x, tl.broadcast_to(divisor[:, None], (ROWS, BLOCK)))
-    code = tl.minimum(tl.maximum(code, -LIMIT), LIMIT)
-    if WHOLE:
-        code = (code + _HALVES_VANISH) - _HALVES_VANISH
-    out = vector.to(tl.int64)[:, None] * (WIDTH + 2 * OUTLIERS) + column[None, :]
-    tl.store(codes_ptr + out, code.to(codes_ptr.dtype.element_ty), mask=there)
+    xs = x_ptr + start_of(vector, EXTENT, INNER, X)[:, None]
+    x = less(tl.load(xs + column[None, :], mask=there, other=0.0).to(tl.float32), shift_ptr, column, WIDTH)
+    divisor = first_digits(x, vector, column, vectors, codes_ptr, scales_ptr, LIMIT, WHOLE, WIDTH, OUTLIERS)
     if outliers_ptr is not None:
-        place = tl.arange(0, PICKED)
-        feature = tl.load(outliers_ptr + place, mask=place < OUTLIERS, other=0)
-        there = (vector < vectors)[:, None] & (place < OUTLIERS)[None, :]
-        x = tl.load(x_ptr + start[:, None] + feature[None, :], mask=there, other=0.0).to(tl.float32)
-        if shift_ptr is not None:
-            x -= tl.load(shift_ptr + feature, mask=place < OUTLIERS, other=0.0)[None, :]
-        ratio = tl.div_rn(x, tl.broadcast_to(divisor[:, None], (ROWS, PICKED)))
-        ratio = tl.minimum(tl.maximum(ratio, -LIMIT), LIMIT)
-        first = ratio.to(codes_ptr.dtype.element_ty)
-        left = (ratio - first.to(tl.float32)).to(codes_ptr.dtype.element_ty)
-        out = vector.to(tl.int64)[:, None] * (WIDTH + 2 * OUTLIERS) + WIDTH + place[None, :]
-        tl.store(codes_ptr + out, left, mask=there)
-        tl.store(codes_ptr + out + OUTLIERS, first, mask=there)
+        feature, there = outliers_of(outliers_ptr, vector, vectors, OUTLIERS, PICKED)
+        x = less(tl.load(xs + feature[None, :], mask=there, other=0.0).to(tl.float32), shift_ptr, feature, WIDTH)
+        second_digits(x, divisor, vector, there, codes_ptr, LIMIT, WIDTH, OUTLIERS)
 
 
 @triton.jit
@@ -99,7 +133,7 @@ def rotate(
     feature = tl.arange(0, SIZE)
     at = feature[:, None] * COUNT + column[None, :]
     there = (column < COUNT)[None, :] & (feature >= 0)[:, None]
-    x = tl.load(x_ptr + _at(vector, EXTENT, INNER, X) + at, mask=there, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + start_of(vector, EXTENT, INNER, X) + at, mask=there, other=0.0).to(tl.float32)
     if shift_ptr is not None:
         x -= tl.load(shift_ptr + at, mask=there, other=0.0)
     word = tl.full((SIZE,), WORDS[0], tl.int32)
