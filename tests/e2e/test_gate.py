@@ -123,7 +123,7 @@ def test_wrong_calls_are_told_before_any_work(request_of, tmp_path: Path, change
         build(request_of(tmp_path / "plan", **changes), Progress(quiet=True))
 
 
-@pytest.mark.parametrize("arch", ["llama", "mixtral"])
+@pytest.mark.parametrize("arch", ["mixtral", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_probe_measures_what_a_build_of_that_module_alone_loses(arch: str, tmp_path_factory) -> None:
     """Rounded values in the place of a wide plan's own, against a plan in which just that weight is int8-wo."""
     folder = tmp_path_factory.mktemp("probe")

@@ -20,15 +20,19 @@ from tests.lifted import hugging_face, relative_error
 
 # Plans that other tests build too. Dense; sliding windows and soft caps; learned positions; chunks and experts; experts
 # over latent attention.
-KINDS = ("llama", "gemma2", "gpt2", "llama4_text", "deepseek_v3")
+KINDS = (
+    "llama",
+    "deepseek_v3",
+    *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("gemma2", "gpt2", "llama4_text")),
+)
 # Dense; alibi; experts.
 NARROW = (
-    ("llama", "bf16"),
     ("llama", "int8"),
-    ("bloom", "bf16"),
     ("mixtral", "bf16"),
-    ("mixtral", "int8"),
-    ("llama", "int4-wo"),
+    pytest.param("llama", "bf16", marks=pytest.mark.slow),
+    pytest.param("bloom", "bf16", marks=pytest.mark.slow),
+    pytest.param("mixtral", "int8", marks=pytest.mark.slow),
+    pytest.param("llama", "int4-wo", marks=pytest.mark.slow),
 )
 
 

@@ -19,6 +19,7 @@ from planc.runtime.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.real
 MODELS = ("smollm2-135m", "gemma3-270m")
+SOME = [MODELS[0], pytest.param(MODELS[1], marks=pytest.mark.slow)]
 PROMPTS = (
     "The capital of France is",
     "def quicksort(values):\n    ",
@@ -50,7 +51,7 @@ def scorer(tmp_path_factory) -> Callable[[str, str], tuple[Scorer, Tokenizer]]:
     return make
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", SOME)
 def test_greedy_tokens_equal_transformers_in_float32(scorer, model: str) -> None:
     plan, tokenizer = scorer(model, "f32")
     prompts = [tokenizer.encode(p) for p in PROMPTS]
@@ -92,7 +93,7 @@ def reference_rows(model: str, sequences: list[list[int]], dtype: torch.dtype) -
         return [rows.copy() for _, _, rows in reference_logits(source, sequences, rows_per_chunk=16, dtype=dtype)]
 
 
-@pytest.mark.parametrize("model", [MODELS[0], pytest.param(MODELS[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", SOME)
 def test_narrow_weights_cost_little(scorer, text_ids, model: str, record_property) -> None:
     sequences = text_ids(model)
     truth = reference_rows(model, sequences, torch.float32)
