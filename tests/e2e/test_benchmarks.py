@@ -12,7 +12,8 @@ import pytest
 from tests.emulator import ranked
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-NAMES = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem not in ("__init__", "common", "accuracy_peers"))
+LIBRARIES = ("__init__", "common", "accuracy_peers", "peer_files")
+NAMES = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem not in LIBRARIES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -35,6 +36,39 @@ def test_startup_and_serve_print_a_row(plan) -> None:
     served = row("benchmarks.serve", plan("llama"), *load)
     assert served["output_tokens_per_s"] > 0
     assert served["ttft_ms_p50"] <= served["ttft_ms_p99"]
+
+
+def test_a_worker_says_when_each_token_was_there(plan) -> None:
+    asked = [{"prompts": [[5] * 9000], "tokens": 1}, {"prompts": [[5, 6, 7], [8, 9]], "tokens": 4}]
+    lines = "".join(json.dumps(a) + "\n" for a in asked)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.peer_worker", "planc", str(plan("llama")), "bf16", "1"],
+        input=lines, capture_output=True, text=True, timeout=60, cwd=FOLDER.parent,
+    )  # fmt: skip
+    ready, refusal, answer = map(json.loads, done.stdout.splitlines())
+    assert ready == {"ready": True}
+    assert [len(own) for own in answer["times"]] == [4, 4]
+    for own in answer["times"]:
+        assert 0 < own[0] < own[1] < own[2] < own[3]
+    assert "RequestError" in refusal["error"]
+
+
+def test_peers_are_compared_by_the_best_of_them() -> None:
+    from benchmarks.vs_peers import table
+
+    cells = {
+        ("decode-1", "planc"): 150, ("decode-1", "a"): 90, ("decode-1", "b"): 100, ("serve", "planc"): 360,
+        ("serve", "b"): 200, ("load", "planc"): 0.5, ("load", "a"): 2, ("load", "b"): 1, ("prefix", "planc"): 0.07,
+    }  # fmt: skip
+    rows = [{"model": "m", "bits": "int8", "case": c, "side": s, "value": v} for (c, s), v in cells.items()]
+    _, head, _, *lines = table(rows)
+    assert head == "| m, int8 | planc | a | b | planc / best | to reach | reached |"
+    assert lines == [
+        "| decode-1 | 150 | 90 | 100 | 1.50 | 1.6 | no |",
+        "| serve | 360 |  | 200 | 1.80 | 1.8 | yes |",
+        "| prefix | 0.07 |  |  |  | at most 0.06 | no |",
+        "| load | 0.5 | 2 | 1 | 0.50 |  |  |",
+    ]
 
 
 @pytest.mark.slow
