@@ -268,7 +268,8 @@ def table(rows: Iterable[dict]) -> Iterator[str]:
         )
         yield "|---" * (len(peers) + 5) + "|"
         order = [*CASES, LOAD]
-        for case in sorted(dict.fromkeys(c for c, _ in own), key=lambda c: order.index(c) if c in order else len(order)):
+        order += [c for c, _ in own if c not in order]
+        for case in sorted({c for c, _ in own}, key=order.index):
             yield _line(case, bits, own, peers)
 
 
