@@ -144,6 +144,8 @@ def _norm_quantize(site: Site) -> tuple[Call, ...]:
 
 def _act_mul_quantize(site: Site) -> tuple[Call, ...]:
     first, shift, outliers = _both(site)
+    if site.number("hadamard", 1) > 1:
+        return _turned_rows(site, shift, {"X": 0, "UP": 1}, str(first.attr("act")))
     p = _Vectors(site, {"GATE": 0, "UP": 1}, power_of_two(_width(site)))
     p.input("gate_ptr", 0)
     p.input("up_ptr", 1)
@@ -162,20 +164,24 @@ def _both(site: Site) -> tuple[Node, int | None, int | None]:
 
 
 def _quantize_rows(site: Site) -> tuple[Call, ...]:
-    size = int(site.number("hadamard", 1))
-    p = _Vectors(site, {"X": 0}, power_of_two(_width(site)))
     _, shift, outliers = rounding(range(len(site.inputs)), site.inputs)
-    before: tuple[Call, ...] = ()
-    if size > 1:
-        before = (_rotate(site, size, shift),)
-        p.scratch("x_ptr", _TURNED)
-        p.input("shift_ptr", None)
-        p.constants |= {"EXTENT": (), "INNER": 1, "X": (_width(site),)}
-    else:
-        p.input("x_ptr", 0)
-        p.input("shift_ptr", shift)
+    if site.number("hadamard", 1) > 1:
+        return _turned_rows(site, shift, {"X": 0})
+    p = _Vectors(site, {"X": 0}, power_of_two(_width(site)))
+    p.input("x_ptr", 0)
+    p.input("shift_ptr", shift)
     _codes(p, outliers)
-    return (*before, *p.launch("quantize", "quantize_rows"))
+    return p.launch("quantize", "quantize_rows")
+
+
+def _turned_rows(site: Site, shift: int | None, sides: Mapping[str, int], act: str | None = None) -> tuple[Call, ...]:
+    """Rounds rows that are turned into a scratch buffer before; `sides` says what they are made of."""
+    p = _Vectors(site, {}, power_of_two(_width(site)))
+    p.scratch("x_ptr", _TURNED)
+    p.input("shift_ptr", None)
+    p.constants |= {"EXTENT": (), "INNER": 1, "X": (_width(site),)}
+    _codes(p, None)
+    return (_rotate(site, shift, sides, act), *p.launch("quantize", "quantize_rows"))
 
 
 def _codes(p: _Vectors, outliers: int | None) -> None:
@@ -193,14 +199,17 @@ def _codes(p: _Vectors, outliers: int | None) -> None:
     p.constants |= {"OUTLIERS": count, "PICKED": power_of_two(count)}
 
 
-def _rotate(site: Site, size: int, shift: int | None) -> Call:
-    """Turns the rows, in blocks of `size`, into a scratch buffer: a program has some columns of a vector's blocks."""
+def _rotate(site: Site, shift: int | None, sides: Mapping[str, int], act: str | None) -> Call:
+    """Turns the rows, in blocks, into a scratch buffer: a program has some columns of a vector's blocks."""
+    size = int(site.number("hadamard"))
     count = _width(site) // size
     columns = min(power_of_two(count), max(1, _TURN // size))
-    p = _Vectors(site, {"X": 0}, size * columns)
+    p = _Vectors(site, sides, size * columns)
     p.input("x_ptr", 0)
+    p.input("up_ptr", sides.get("UP"))
     p.input("shift_ptr", shift)
     p.scratch("turned_ptr", _TURNED)
+    p.constants |= {"ACT": act, **({} if act else {"UP": None})}
     p.constants |= {"SIZE": size, "STAGES": size.bit_length() - 1, "COUNT": count, "COLUMNS": columns}
     p.constants |= {"SCALE": float(hadamard.scale(size)), "WORDS": tuple(map(_signed, hadamard.WORDS))}
     call = p.call("quantize", "rotate", (p.count, cdiv(count, columns), 1), vector_warps(size * columns))
@@ -392,11 +401,19 @@ def _codes_fit(site: Site) -> bool:
     return fits and (site.node.attr("dtype") == "i8" or site.arch not in _NO_FP8)
 
 
+def _norm_codes_fit(site: Site) -> bool:
+    """A program holds a vector as it comes and as it is rounded, which does not turn between."""
+    return site.number("hadamard", 1) == 1 and _width(site) <= _TWICE and _made_fits(site)
+
+
+def _act_codes_fit(site: Site) -> bool:
+    """Vectors that turn are gated as they do, in parts."""
+    return (site.number("hadamard", 1) > 1 or _width(site) <= _TWICE) and _made_fits(site)
+
+
 def _made_fits(site: Site) -> bool:
-    """Floats, in vectors that a program holds as they come and as they are rounded, which do not turn between."""
-    count = len(_both(site)[0].inputs)
-    fits = _floats_fit_first(site, count) and _width(site) <= _TWICE and int(site.number("hadamard", 1)) == 1
-    return fits and all(t.layout == "row" for t in site.inputs[2:]) and _codes_fit(site)
+    floats = _floats_fit_first(site, len(_both(site)[0].inputs))
+    return floats and all(t.layout == "row" for t in site.inputs[2:]) and _codes_fit(site)
 
 
 def _index_fits(site: Site) -> bool:
@@ -442,11 +459,11 @@ def _named(
 _NORMS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
 _ALONG = ("sum", "mean", "amax", "amin", "prod", "softmax", "cumsum", "argmax")
 _TABLE = "ids i32[T] and a table of f32 or bf16, of 8-bit codes (f8e4m3 from sm_89), or of u4 in pairs"
-_MADE = f"floats [T, .., D], D up to {_TWICE}, which do not turn, to i8 or (from sm_89) f8e4m3"
+_MADE = f"floats [T, .., D], D up to {_TWICE} and, of norms, not turned, to i8 or (from sm_89) f8e4m3"
 ROWS: tuple[Row, ...] = (
     *_named(_NORMS, _norm, f"floats [T, .., D], D up to {_WHOLE}, in any views", _norm_fits),
-    *_named(tuple(map(rounded.name, _NORMS)), _norm_quantize, _MADE, _made_fits),
-    Row(rounded.name("act_mul"), _act_mul_quantize, _MADE, _made_fits),
+    *_named(tuple(map(rounded.name, _NORMS)), _norm_quantize, _MADE, _norm_codes_fit),
+    Row(rounded.name("act_mul"), _act_mul_quantize, _MADE, _act_codes_fit),
     *_named(_ALONG, _along, "floats [T, .., D] in any views", _floats_fit),
     Row("quantize_rows", _quantize_rows, f"floats [.., K], K up to {_WHOLE}, to i8 or (from sm_89) f8e4m3", _codes_fit),
     Row("topk", _topk, f"floats [T, .., D], D up to {_WHOLE // 4}, in any views", _topk_fits),

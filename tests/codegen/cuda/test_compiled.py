@@ -65,7 +65,7 @@ FAST = {
     "softmax": simple(case("softmax", f32("T", 3, 40))),
     "topk": simple(case("topk", f32("T", 100), k=4, largest=True)),
     "norm and rows to i8": simple(case("add_rms_norm_quantize", WIDE, WIDE, f32(70), eps=1e-5, dtype="i8")),
-    "rows that turn": simple(case("quantize_rows", f32("T", 208), dtype="i8", hadamard=16)),
+    "rows that turn": simple(case("act_mul_quantize", *[f32("T", 208)] * 2, act="silu", dtype="i8", hadamard=16)),
 }
 SLOW = {
     "linear of many rows": product(130, 130),

@@ -172,6 +172,13 @@ def one(OP: tl.constexpr, x):
 
 
 @triton.jit
+def gated(gate, up, there, ACT: tl.constexpr):
+    """act(gate) * up of what these point to, in float32."""
+    x = one(ACT, tl.load(gate, mask=there, other=0.0).to(tl.float32))
+    return x * tl.load(up, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _two(OP: tl.constexpr, x, y):
     """A function of two arguments; comparisons give 1.0 or 0.0."""
     if OP == "add":

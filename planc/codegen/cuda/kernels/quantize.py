@@ -6,6 +6,7 @@ A vector is scaled by its own largest magnitude; one of zeros has the scale 0.
 import triton
 import triton.language as tl
 
+from planc.codegen.cuda.kernels.elementwise import gated
 from planc.codegen.cuda.kernels.norm import start_of
 
 _HALVES_VANISH = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it drops what is below 1, to the nearest even
@@ -113,8 +114,10 @@ def quantize_rows(
 @triton.jit
 def rotate(
     x_ptr,
+    up_ptr,
     shift_ptr,
     turned_ptr,
+    ACT: tl.constexpr,
     SIZE: tl.constexpr,
     STAGES: tl.constexpr,
     COUNT: tl.constexpr,
@@ -123,17 +126,23 @@ def rotate(
     EXTENT: tl.constexpr,
     INNER: tl.constexpr,
     X: tl.constexpr,
+    UP: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Vectors less the shift, if there is one, times a Hadamard matrix, dense: features COUNT apart form a block of
-    SIZE = 2^STAGES; the bits of WORDS say which of them are negated first. The reference's order of additions.
+    """Vectors, or where there is another, act(x) * up, less the shift, if there is one, times a Hadamard matrix, dense:
+    features COUNT apart form a block of SIZE = 2^STAGES; the bits of WORDS say which of them are negated first. The
+    reference's order of additions.
     """
     vector = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     feature = tl.arange(0, SIZE)
     at = feature[:, None] * COUNT + column[None, :]
     there = (column < COUNT)[None, :] & (feature >= 0)[:, None]
-    x = tl.load(x_ptr + start_of(vector, EXTENT, INNER, X) + at, mask=there, other=0.0).to(tl.float32)
+    xs = x_ptr + start_of(vector, EXTENT, INNER, X) + at
+    if up_ptr is not None:
+        x = gated(xs, up_ptr + start_of(vector, EXTENT, INNER, UP) + at, there, ACT)
+    else:
+        x = tl.load(xs, mask=there, other=0.0).to(tl.float32)
     if shift_ptr is not None:
         x -= tl.load(shift_ptr + at, mask=there, other=0.0)
     word = tl.full((SIZE,), WORDS[0], tl.int32)

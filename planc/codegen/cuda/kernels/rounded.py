@@ -6,7 +6,7 @@ A program holds whole vectors. What it makes of outliers, whose second digits fo
 import triton
 import triton.language as tl
 
-from planc.codegen.cuda.kernels.elementwise import one
+from planc.codegen.cuda.kernels.elementwise import gated
 from planc.codegen.cuda.kernels.norm import normed, start_of, statistics, summed
 from planc.codegen.cuda.kernels.quantize import first_digits, less, outliers_of, second_digits
 
@@ -58,13 +58,6 @@ def norm_quantize(
 
 
 @triton.jit
-def _gated(gate_ptr, up_ptr, column, there, ACT: tl.constexpr):
-    """act(gate) * up at some columns of the vectors that begin there."""
-    gate = tl.load(gate_ptr + column[None, :], mask=there, other=0.0).to(tl.float32)
-    return one(ACT, gate) * tl.load(up_ptr + column[None, :], mask=there, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def act_mul_quantize(
     gate_ptr,
     up_ptr,
@@ -90,13 +83,11 @@ def act_mul_quantize(
     vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     there = (vector < vectors)[:, None] & (column < WIDTH)[None, :]
-    gates, ups = (
-        gate_ptr + start_of(vector, EXTENT, INNER, GATE)[:, None],
-        up_ptr + start_of(vector, EXTENT, INNER, UP)[:, None],
-    )
-    x = less(_gated(gates, ups, column, there, ACT), shift_ptr, column, WIDTH)
+    gates = gate_ptr + start_of(vector, EXTENT, INNER, GATE)[:, None]
+    ups = up_ptr + start_of(vector, EXTENT, INNER, UP)[:, None]
+    x = less(gated(gates + column[None, :], ups + column[None, :], there, ACT), shift_ptr, column, WIDTH)
     divisor = first_digits(x, vector, column, vectors, codes_ptr, scales_ptr, LIMIT, WHOLE, WIDTH, OUTLIERS)
     if outliers_ptr is not None:
         feature, there = outliers_of(outliers_ptr, vector, vectors, OUTLIERS, PICKED)
-        x = less(_gated(gates, ups, feature, there, ACT), shift_ptr, feature, WIDTH)
+        x = less(gated(gates + feature[None, :], ups + feature[None, :], there, ACT), shift_ptr, feature, WIDTH)
         second_digits(x, divisor, vector, there, codes_ptr, LIMIT, WIDTH, OUTLIERS)
