@@ -26,6 +26,7 @@ from planc.passes import (
     quantize,
     rotary,
 )
+from planc.passes.balance import balance
 from planc.passes.dedupe import dedupe
 from planc.passes.fuse_pointwise import fuse_pointwise
 from planc.passes.last_rows import last_rows
@@ -74,6 +75,7 @@ PIPELINE = (
     Pass(fuse_pointwise),
     Pass(migrate),
     Pass(quantize.quantize, targets=assign.weighted),
+    Pass(balance),
     Pass(kv_layout.kv_layout, targets=kv_layout.attentions),
     Pass(fuse_append.fuse_append),
     Pass(fuse_quantize.fuse_quantize),

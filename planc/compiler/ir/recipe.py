@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planc.compiler.ir.balance import balanced
 from planc.compiler.ir.operands import rounding
 from planc.compiler.ir.packing import pack
 from planc.compiler.ir.quant import scheme
@@ -22,9 +23,9 @@ class Recipe:
     """One step of a recipe: leaves are `load` (a checkpoint tensor) and `const` (a computed one, by digest).
 
     Inner steps are `quantize` (attrs scheme, part, maybe hadamard, the blocks that turn; after the weight maybe f32
-    bounds that clip it and i32 outliers, features that are kept to two digits), `pack` (attr layout), `shard` (a rank's
-    part of an axis, see shards.py), or any op of the op table without effects, evaluated by its reference, so that
-    `1 + w` of a norm folds with no code of its own.
+    bounds that clip it and i32 outliers, features that are kept to two digits), `balance` (balance.py), `pack` (attr
+    layout), `shard` (a rank's part of an axis, see shards.py), or any op of the op table without effects, evaluated by
+    its reference, so that `1 + w` of a norm folds with no code of its own.
     """
 
     op: str
@@ -123,6 +124,8 @@ def _infer(recipe: Recipe) -> TensorType:
         w, _, outliers = rounding(types, types)
         count = 0 if outliers is None else int(outliers.shape[0])
         return scheme(str(attrs["scheme"])).part_type(w, str(attrs["part"]), count)
+    if recipe.op == "balance":
+        return types[0]
     if recipe.op == "shard":
         from planc.compiler.ir.shards import part_type
 
@@ -162,6 +165,8 @@ def evaluate(
         w, clip, outliers = rounding(args, [infer(r) for r in recipe.inputs])
         turned = int(attrs.get("hadamard", 1))  # type: ignore[arg-type]
         return scheme(str(attrs["scheme"])).part(w, str(attrs["part"]), clip, turned, outliers)
+    if recipe.op == "balance":
+        return balanced(args[0], args[1], attrs)
     types = [infer(r) for r in recipe.inputs]
     return OPS[recipe.op].ref(attrs, args, types)[0]
 
