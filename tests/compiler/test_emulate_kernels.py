@@ -10,7 +10,7 @@ from planc.compiler import emulate_kernels as module
 from planc.compiler.ir.types import DTYPES, TensorType
 
 
-@pytest.mark.parametrize("dtype", ["f32", "i8", "f8e4m3"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "i8", "f8e4m3"])
 def test_blocks_that_were_not_run_are_left_out_and_nan_is_not(dtype: str) -> None:
     case = SimpleNamespace(node=SimpleNamespace(op="quantize_rows"))
     want = np.random.default_rng(0).integers(-127, 128, (4, 50)).astype(DTYPES[dtype])

@@ -173,6 +173,8 @@ def _narrowing(op: Op) -> Op:
         first, *rest = op.infer(attrs, types)
         return (replace(first, dtype=str(attrs.get("out", first.dtype))), *rest)
 
+    infer_.__doc__ = op.infer.__doc__
+
     def ref(attrs: Attrs, args: Sequence[np.ndarray], types: Sequence[TensorType]) -> tuple[np.ndarray, ...]:
         first, *rest = op.ref(attrs, args, types)
         return (first.astype(DTYPES[str(attrs["out"])]) if "out" in attrs else first, *rest)
