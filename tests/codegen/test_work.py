@@ -70,6 +70,8 @@ def test_of_tables_the_rows_that_are_asked_for_count() -> None:
     assert done("embedding", ["bf16[50000, 64]", "i32[T]"], "f32[T, 64]", DECODE).nbytes == 2 * 4 * 64 * 4
     tables = ["f32[T, 2, 64]", "f32[8192, 32]", "f32[8192, 32]", "i32[T]"]
     assert done("rotary", tables, "f32[T, 2, 64]", DECODE).nbytes == 2 * 4 * 128 * 4 + 2 * 4 * 32 * 4
+    both = ["f32[T, 2, 64]", "f32[T, 1, 64]", "f32[T, 1, 16]", *tables[1:], "i32[T]", "u8[P, 512]"]
+    assert done("rotary_append", both, "f32[T, 2, 64]", DECODE).nbytes == 2 * 4 * (128 + 64 + 16) * 4 + 2 * 4 * 32 * 4
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_launches_of_a_chain_wait_for_one_another_and_layers_of_the_cache_do_not
     graph = planned("llama")
     (step,) = lower(graph, 90, LIMITS, [Bucket(4, 4, 4)]).plan.graphs
     kernels = [launch.kernel for launch in step.launches]
-    append = [i for i, name in enumerate(kernels) if name.startswith("append")]
+    append = [i for i, name in enumerate(kernels) if name.startswith("rotary_append")]
     attend = [i for i, name in enumerate(kernels) if name.startswith("attend")]
     assert len(append) == len(attend) == 2
     for a, b in zip(append, attend, strict=True):
