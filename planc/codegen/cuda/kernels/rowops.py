@@ -7,20 +7,10 @@ alone. Outputs are dense. A NaN goes through as numpy lets it.
 import triton
 import triton.language as tl
 
+from planc.codegen.cuda.kernels.norm import start_of
+
 _LAST = tl.constexpr(2147483647)
 _FIRST = tl.constexpr(-2147483648)
-
-
-@triton.jit
-def _at(vector, EXTENT: tl.constexpr, INNER: tl.constexpr, STRIDE: tl.constexpr):
-    """Offset of a vector: STRIDE is that of a row, then of each axis of EXTENT, whose product is INNER."""
-    at = (vector // INNER).to(tl.int64) * STRIDE[0]
-    rest = vector % INNER
-    for axis in tl.static_range(len(EXTENT) - 1, -1, -1):
-        if EXTENT[axis] > 1:
-            at += (rest % EXTENT[axis]).to(tl.int64) * STRIDE[axis + 1]
-            rest = rest // EXTENT[axis]
-    return at
 
 
 @triton.jit
@@ -52,7 +42,7 @@ def reduce(
     vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = vector < vectors
     column = tl.arange(0, BLOCK)
-    xs = x_ptr + _at(vector, EXTENT, INNER, X)[:, None] + column[None, :]
+    xs = x_ptr + start_of(vector, EXTENT, INNER, X)[:, None] + column[None, :]
     START: tl.constexpr = 1.0 if OP == "prod" else (0.0 if OP == "sum" or OP == "mean" else float("-inf"))
     found = tl.full((ROWS, BLOCK), START, tl.float32)
     for start in range(0, WIDTH, BLOCK):
@@ -94,7 +84,7 @@ def softmax(
     vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = vector < vectors
     column = tl.arange(0, BLOCK)
-    xs = x_ptr + _at(vector, EXTENT, INNER, X)[:, None] + column[None, :]
+    xs = x_ptr + start_of(vector, EXTENT, INNER, X)[:, None] + column[None, :]
     ys = y_ptr + vector.to(tl.int64)[:, None] * WIDTH + column[None, :]
     low = tl.full((ROWS, BLOCK), float("-inf"), tl.float32)
     for start in range(0, WIDTH, BLOCK):
@@ -129,7 +119,7 @@ def cumsum(
     vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = vector < vectors
     column = tl.arange(0, BLOCK)
-    xs = x_ptr + _at(vector, EXTENT, INNER, X)[:, None] + column[None, :]
+    xs = x_ptr + start_of(vector, EXTENT, INNER, X)[:, None] + column[None, :]
     ys = y_ptr + vector.to(tl.int64)[:, None] * WIDTH + column[None, :]
     before = tl.zeros((ROWS,), tl.float32)
     for start in range(0, WIDTH, BLOCK):
@@ -164,7 +154,7 @@ def argmax(
     vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = vector < vectors
     column = tl.arange(0, BLOCK)
-    xs = x_ptr + _at(vector, EXTENT, INNER, X)[:, None] + column[None, :]
+    xs = x_ptr + start_of(vector, EXTENT, INNER, X)[:, None] + column[None, :]
     best = tl.full((ROWS, BLOCK), _FIRST, tl.int32)
     index = tl.zeros((ROWS, BLOCK), tl.int32)
     for start in range(0, WIDTH, BLOCK):
@@ -198,7 +188,7 @@ def topk(
     there = vector < vectors
     column = tl.arange(0, BLOCK)[None, :]
     inside = there[:, None] & (column < WIDTH)
-    x = tl.load(x_ptr + _at(vector, EXTENT, INNER, X)[:, None] + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + start_of(vector, EXTENT, INNER, X)[:, None] + column, mask=inside, other=0.0).to(tl.float32)
     key = _key(x, LARGEST)
     left = inside
     out = vector.to(tl.int64) * COUNT
@@ -230,9 +220,9 @@ def gather(
     vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = (vector < vectors)[:, None] & (j < COUNT)[None, :]
-    at = tl.load(index_ptr + _at(vector, EXTENT, INNER, INDEX)[:, None] + j[None, :], mask=there, other=0)
+    at = tl.load(index_ptr + start_of(vector, EXTENT, INNER, INDEX)[:, None] + j[None, :], mask=there, other=0)
     inside = there & (at >= 0) & (at < WIDTH)
-    x = tl.load(x_ptr + _at(vector, EXTENT, INNER, X)[:, None] + at, mask=inside, other=0)
+    x = tl.load(x_ptr + start_of(vector, EXTENT, INNER, X)[:, None] + at, mask=inside, other=0)
     tl.store(y_ptr + vector.to(tl.int64)[:, None] * COUNT + j[None, :], x, mask=there)
 
 
@@ -262,14 +252,14 @@ def scatter(
     there = vector < vectors
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = there[:, None] & (column < WIDTH)[None, :]
-    y = tl.load(x_ptr + _at(vector, EXTENT, INNER, X)[:, None] + column[None, :], mask=inside, other=0.0)
+    y = tl.load(x_ptr + start_of(vector, EXTENT, INNER, X)[:, None] + column[None, :], mask=inside, other=0.0)
     y = y.to(tl.float32)
-    index = index_ptr + _at(vector, EXTENT, INNER, INDEX)
+    index = index_ptr + start_of(vector, EXTENT, INNER, INDEX)
     for j in range(COUNT):
         mine = tl.load(index + j, mask=there, other=-1)[:, None] == column[None, :]
         new = tl.full((ROWS, 1), VALUE, tl.float32)
         if source_ptr is not None:
-            source = source_ptr + _at(vector, EXTENT, INNER, SOURCE) + j * STEP
+            source = source_ptr + start_of(vector, EXTENT, INNER, SOURCE) + j * STEP
             new = tl.load(source, mask=there, other=0.0).to(tl.float32)[:, None]
         y = tl.where(mine, y + new if ADD else new, y)
     out = y_ptr + vector.to(tl.int64)[:, None] * WIDTH + column[None, :]
@@ -299,8 +289,8 @@ def matmul(
     line = tl.program_id(1) * BM + tl.arange(0, BM)
     column = tl.program_id(2) * BN + tl.arange(0, BN)
     ks = tl.arange(0, BK)
-    a_at = a_ptr + _at(batch, EXTENT, INNER, A) + line.to(tl.int64)[:, None] * a_line + ks[None, :]
-    b_at = b_ptr + _at(batch, EXTENT, INNER, B) + ks.to(tl.int64)[:, None] * b_line + column[None, :]
+    a_at = a_ptr + start_of(batch, EXTENT, INNER, A) + line.to(tl.int64)[:, None] * a_line + ks[None, :]
+    b_at = b_ptr + start_of(batch, EXTENT, INNER, B) + ks.to(tl.int64)[:, None] * b_line + column[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
     for start in range(0, K, BK):
         inside = ks < K - start
