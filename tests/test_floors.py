@@ -29,7 +29,15 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("numpy", "onnx"),
     ),
     "passes": (
-        ("planc.passes", "planc.plans", "planc.codegen.target", "planc.codegen.kernel", "planc.codegen.cuda.call", *IR),
+        (
+            "planc.passes",
+            "planc.plans",
+            "planc.codegen.target",
+            "planc.codegen.kernel",
+            "planc.codegen.work",
+            "planc.codegen.cuda.call",
+            *IR,
+        ),
         ("numpy",),
     ),
     "codegen/cuda/kernels": (("planc.codegen.cuda.kernels",), ("triton",)),
