@@ -14,6 +14,7 @@ KV |= {"k_offset": 0, "v_offset": 4096, "kind": "sliding", "window": 9, "scale":
 MASK = ("kind", "window", "scale", "softcap")
 SCALES = {"k_scale_offset": 3072, "v_scale_offset": 7168}
 APPENDED = (f32("T", 2, 40), f32("T", 2, 40), i32("T"), tensor("u8", "P", 8192))
+TURNED = (f32("T", 6, 40), *APPENDED[:2], f32(50, 12), f32(50, 12), i32("T"), *APPENDED[2:])
 PAGED = (f32("T", 6, 40), tensor("u8", "P", 8192), i32("S", "M"), i32("S1"), i32("T"))
 QUANTIZED = {
     "int8": (tensor("i8", "T", 64), f32("T"), tensor("i8", 100, 64, layout="n64k4"), f32(100)),
@@ -34,6 +35,16 @@ CASES = [
         case("kv_append", *APPENDED, **{k: v for k, v in KV.items() if k not in MASK} | SCALES | {"dtype": dtype})
         for dtype in ("i8", "f8e3m4")
     ),
+    *(
+        case("rotary_append", *TURNED, interleaved=inter, **{k: v for k, v in KV.items() if k not in MASK} | more)
+        for inter, more in ((True, {}), (False, SCALES | {"dtype": "i8"}))
+    ),
+    *(
+        case("add_rms_norm_quantize", f32("T", 70), f32("T", 70), f32(70), eps=1e-5, dtype=dtype)
+        for dtype in ("i8", "f8e4m3")
+    ),
+    case("layer_norm_quantize", f32("T", 64), f32(64), f32(64), eps=1e-5, bias=True, dtype="i8", hadamard=64),
+    case("act_mul_quantize", f32("T", 70), f32("T", 70), act="silu", dtype="i8"),
     *(case(op, f32("T", 20), f32("T", 20)) for op in ("pow", "ge", "ne", "remainder", "floor_divide")),
     *(case(op, i32("T", 20), i32("T", 1)) for op in ("ge", "remainder", "floor_divide")),
     *(case(op, f32("T", 20)) for op in ("round", "sign", "softmax", "cumsum", "amin", "argmax")),
