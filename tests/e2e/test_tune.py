@@ -3,8 +3,10 @@
 import hashlib
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -65,12 +67,26 @@ def test_a_plan_says_how_its_products_are_cut_and_estimates_agree(plan: Path) ->
     assert {row.tokens for row in made.tiles} == {1, 2, 4, 64}
     assert not any(row.measured for row in made.tiles)
     shown = CliRunner().invoke(main, ["inspect", str(plan)]).output
-    assert "  linear [128, 64]  bf16 by rows of f32\n    1 " in shown
+    assert "  linear [128, 64]  bf16 by rows of bf16\n    1 " in shown
     assert f"{made.tiles[0].tile}: 2.0 us, bound by launches\n" in shown
     graph = text.read(plan / store.GRAPH)
     decode = estimates(graph, tiles_of(made), 4, 64, 64)[0]
     told = sum(k.milliseconds for k in decode.kernels if k.op == "linear")
     assert told * 1e3 == pytest.approx(sum(row.launches * row.microseconds for row in made.tiles if row.tokens == 1))
+
+
+def _of_a_clock(monkeypatch, run: Callable[[], tuple[tuning.Entry, ...]]) -> tuple[tuning.Entry, ...]:
+    """What it measures when each race takes a second, however fast the machine is."""
+    raced = []
+
+    def counted(*args: object) -> list[float]:
+        raced.append(args)
+        return race(*args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("planc.compiler.tune.race", counted)
+        patch.setattr("planc.compiler.tune.time", SimpleNamespace(monotonic=lambda: float(len(raced))))
+        return run()
 
 
 def test_what_is_measured_builds_the_next_plan(plan: Path, model, tmp_path: Path, monkeypatch) -> None:
@@ -80,7 +96,7 @@ def test_what_is_measured_builds_the_next_plan(plan: Path, model, tmp_path: Path
     assert without.returncode == 1
     assert "runs kernels on the GPU that a plan is for, here cuda:sm_90a: no NVIDIA driver" in without.stderr
     assert not file.exists()
-    first = tuned(plan, file, 1.5)
+    first = _of_a_clock(monkeypatch, lambda: tuned(plan, file, 5))
     products = {row.product: row for row in store.load(plan).tiles}
     assert 1 <= len(first) < len(products), "the seconds are over before all are measured"
     assert tuning.load(file).entries == first

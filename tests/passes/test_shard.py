@@ -10,6 +10,7 @@ import pytest
 from planc.codegen.target import parse
 from planc.compiler.ir.graph import Graph
 from planc.compiler.ir.interp import execute, run, run_ranks, weights_of
+from planc.compiler.ir.ops import APPENDS
 from planc.compiler.ir.shards import graph_of_rank, ranks_of
 from planc.compiler.ir.text import parse as parse_graph
 from planc.compiler.ir.verify import verify
@@ -99,7 +100,7 @@ def test_ranks_that_do_not_divide_the_heads_are_told_which_do(tmp_path: Path) ->
     ):
         pipeline.run(model.graph, options(5))
     graph, _ = pipeline.run(model.graph, options(2))  # three KV heads for two ranks: the second is on both
-    assert next(n for n in graph.nodes if n.op == "kv_append").attr("heads") == 3
+    assert next(n for n in graph.nodes if n.op in APPENDS).attr("heads") == 3
     one, _ = pipeline.run(model.graph, options(1))
     assert relative_error(of_ranks(model, graph, 2)[0], logits(model, one, IDS, ROWS)) < 2e-6
 
