@@ -49,9 +49,17 @@ def _norm(n: Node | None, graph: Graph) -> tuple[Node, int, bool] | None:
     if n is not None and n.op == "rotary" and readers(graph, n.out.name) == 1:
         half, interleaved = int(graph.types[n.inputs[1]].shape[1]), bool(n.attr("interleaved"))
         n = graph.producers.get(n.inputs[0])
+    while n is not None and _splits_heads(n, graph):
+        n = graph.producers.get(n.inputs[0])
     if n is None or n.op != "rms_norm" or len(n.inputs) != 2 or readers(graph, n.out.name) != 1:
         return None
     weight = graph.weight_by_name.get(n.inputs[1])
     if weight is None or graph.users[weight.name] != (n,) or infer(weight.recipe).dtype != "f32":
         return None
     return (n, half, interleaved) if infer(weight.recipe).shape == n.out.type.shape[-1:] else None
+
+
+def _splits_heads(n: Node, graph: Graph) -> bool:
+    """Whether a node only says where heads begin: one KV head is normed without an axis of heads."""
+    same = n.op == "reshape" and graph.types[n.inputs[0]].shape[-1] == n.out.type.shape[-1]
+    return same and readers(graph, n.out.name) == 1

@@ -17,10 +17,11 @@ def options(kv: str) -> Options:
     return Options(parse("cpu:portable"), "f32", kv, 256, 8, 64, 16)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "gemma3_text"])
+@pytest.fixture(scope="module", params=[("qwen3", 2), ("gemma3_text", 2), ("gemma3_text", 1)], ids=str)
 def model(request, tmp_path_factory) -> Lifted:
     """With norms whose weights are uneven."""
-    path = tiny(request.param, tmp_path_factory.mktemp(request.param))
+    arch, heads = request.param
+    path = tiny(arch, tmp_path_factory.mktemp(arch), num_key_value_heads=heads)
     (file,) = path.glob("*.safetensors")
     tensors, rng = load_file(file), np.random.default_rng(0)
     for name in tensors:
