@@ -2,14 +2,11 @@
 from half the bytes, and rows that go to the tensor cores as they lie in memory.
 """
 
-from planc.codegen.work import first_weight
+from planc.codegen.work import PRODUCTS, first_weight
 from planc.compiler.ir.graph import Graph, Node
 from planc.compiler.ir.ops import NARROWING, OPS
 from planc.compiler.ir.quant import scheme
 from planc.passes.options import Options
-
-_FLOAT_PRODUCTS = frozenset({"linear", "expert_linear"})
-_CODE_PRODUCTS = frozenset({"qlinear", "qexpert_linear"})
 
 
 def narrow(graph: Graph, options: Options) -> tuple[Graph, int]:
@@ -48,6 +45,8 @@ def _rounds(n: Node, name: str, graph: Graph) -> bool:
         return _is_rounded(n.out.name, graph)
     if n.op == "paged_attention":
         return n.attr("dtype") != "f32"
-    if n.op in _FLOAT_PRODUCTS:
-        return graph.types[n.inputs[first_weight(n)]].dtype == "bf16"
-    return n.op in _CODE_PRODUCTS and scheme(str(n.attr("scheme"))).act is None
+    if n.op not in PRODUCTS:
+        return False
+    if "scheme" in dict(n.attrs):
+        return scheme(str(n.attr("scheme"))).act is None
+    return graph.types[n.inputs[first_weight(n)]].dtype == "bf16"

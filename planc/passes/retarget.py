@@ -10,10 +10,9 @@ from dataclasses import replace
 from planc.compiler.ir.graph import Graph, Node, Weight
 from planc.compiler.ir.types import Attr
 from planc.compiler.ir.verify import verify
-from planc.passes import fuse_append, fuse_quantize
-from planc.passes.narrow import widened
 from planc.passes.options import Options
 from planc.passes.pipeline import PIPELINE
+from planc.passes.unfused import unfused
 
 _OF_PAGES = frozenset({"heads", "k_dim", "v_dim", "block", "dtype", "page_bytes"})
 
@@ -30,7 +29,7 @@ def retarget(graph: Graph, options: Options) -> Graph:
 
 def unplanned(graph: Graph) -> Graph:
     """The graph before `kv_layout`: attention over its own keys and values, weights and views as they were."""
-    graph = fuse_quantize.apart(fuse_append.apart(widened(graph)))
+    graph = unfused(graph)
     stored = {n.attr("layer"): n.inputs[:2] for n in graph.nodes if n.op == "kv_append"}
     copies = {n: n.inputs[0] for n in graph.nodes if n.op == "copy" and n.out.name.startswith(f"{n.inputs[0]}.dense.")}
     replaced: dict[Node, Node | None] = dict.fromkeys(copies)

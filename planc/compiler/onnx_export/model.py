@@ -14,8 +14,7 @@ from planc.compiler.onnx_export.emitter import ELEMENT, Emitter
 from planc.compiler.onnx_export.structure import ROWS
 from planc.compiler.onnx_export.table import FORMS
 from planc.errors import PlancError
-from planc.passes import fuse_append, fuse_quantize
-from planc.passes.narrow import widened
+from planc.passes.unfused import unfused
 
 OPSET = 20  # the first with Gelu
 IR_VERSION = 9  # what opset 20 came with; older readers refuse newer ones
@@ -41,7 +40,7 @@ def graph_proto(graph: Graph) -> GraphProto:
 
     Raises PlancError naming a node that has no ONNX form.
     """
-    graph = fuse_quantize.apart(fuse_append.apart(widened(graph)))
+    graph = unfused(graph)
     rename = {v: f"{v}/rows" for v in (_IDS, _POSITIONS, _LOGITS) if v in graph.types}
     e = Emitter(graph, rename=rename)
     given = [name for name in _INPUTS if name == "ids" or _reads(graph, name)]
