@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -134,26 +135,28 @@ def serve(options: RunOptions, echo: Echo | None = None) -> None:
         metrics.watch(loaded.engine, loaded.plan.kv.dtype)
         loaded.engine.start()
         try:
-            _announce(service, listener, time.monotonic() - started, echo)
-            asyncio.run(_served(loaded, service, listener, options.shutdown_timeout))
+            ready = partial(_announce, service, listener, time.monotonic() - started, echo)
+            asyncio.run(_served(loaded, service, listener, options.shutdown_timeout, ready))
         finally:
             loaded.engine.close()
 
 
-async def _served(loaded: Loaded, service: Service, listener: socket.socket, shutdown_timeout: int) -> None:
+async def _served(
+    loaded: Loaded, service: Service, listener: socket.socket, shutdown_timeout: int, ready: Callable[[], None]
+) -> None:
     """Serves until a signal asks to stop, or a rank is gone: that ends the server as a signal does, and is an error."""
     from planc.runtime.web import serve_app
 
     executor, loop = loaded.engine.executor, asyncio.get_running_loop()
     if not isinstance(executor, RankedExecutor):
-        await serve_app(service, listener, shutdown_timeout)
+        await serve_app(service, listener, shutdown_timeout, ready)
         return
 
     def stop(why: str) -> None:
         loop.call_soon_threadsafe(signal.raise_signal, signal.SIGTERM)
 
     executor.on_failure(stop)
-    await serve_app(service, listener, shutdown_timeout)
+    await serve_app(service, listener, shutdown_timeout, ready)
     if executor.failure is not None:
         raise PlancError(f"{executor.failure}; start the server again")
 

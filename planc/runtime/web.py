@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -61,10 +61,16 @@ def make_server(service: Service, shutdown_timeout: int) -> uvicorn.Server:
     return _Server(config, service)
 
 
-async def serve_app(service: Service, listener: socket.socket, shutdown_timeout: int) -> None:
-    """Listen on the socket and serve until SIGINT or SIGTERM; running requests get shutdown_timeout seconds to end."""
+async def serve_app(
+    service: Service, listener: socket.socket, shutdown_timeout: int, listening: Callable[[], None] = lambda: None
+) -> None:
+    """Listen on the socket and serve until SIGINT or SIGTERM; running requests get shutdown_timeout seconds to end.
+
+    `listening` is called once a client that connects is no longer refused.
+    """
     try:
         listener.listen(2048)
     except OSError as e:
         raise PlancError(f"cannot listen on {listener.getsockname()} ({e.strerror}); choose another --port") from e
+    listening()
     await make_server(service, shutdown_timeout).serve(sockets=[listener])
