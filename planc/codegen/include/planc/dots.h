@@ -1,0 +1,44 @@
+// Instructions that multiply pairs of bf16 or quads of bytes and add, where the target has them (+bf16, +vnni).
+//
+// A kernel asks BF16_DOTS or BYTE_DOTS and has another way where it is false; the functions are then only compiled.
+#pragma once
+#include "planc/bytes.h"
+
+namespace planc {
+
+#if defined(__AVX512BF16__) && !defined(PLANC_PORTABLE)
+
+constexpr bool BF16_DOTS = true;
+
+// sum + a.high * b.high + a.low * b.low over the two bf16 of each lane. Numbers below the normal ones count as zero.
+PLANC_INLINE Vec dot_bf16(VecI a, VecI b, Vec sum) {
+    return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)};
+}
+// Thirty-two floats in a row, rounded to nearest even: lane i holds elements 2i (low half) and 2i + 1.
+PLANC_INLINE VecI bf16_pairs(Vec first, Vec second) {
+    return {(__m512i)_mm512_cvtne2ps_pbh(second.v, first.v)};
+}
+
+#else
+
+constexpr bool BF16_DOTS = false;
+PLANC_INLINE Vec dot_bf16(VecI, VecI, Vec sum) { return sum; }
+PLANC_INLINE VecI bf16_pairs(Vec first, Vec) { return as_int(first); }
+
+#endif
+
+#if defined(__AVX512VNNI__) && !defined(PLANC_PORTABLE)
+
+constexpr bool BYTE_DOTS = true;
+
+// sum + the products of the four unsigned bytes of a and the four signed ones of b in each lane.
+PLANC_INLINE VecI dot_bytes(VecI a, VecI b, VecI sum) { return {_mm512_dpbusd_epi32(sum.v, a.v, b.v)}; }
+
+#else
+
+constexpr bool BYTE_DOTS = false;
+PLANC_INLINE VecI dot_bytes(VecI, VecI, VecI sum) { return sum; }
+
+#endif
+
+}  // namespace planc
