@@ -1,7 +1,7 @@
 """What can this machine do at most? In goes a plan for this CPU, out come the rates that `planc bench` measures.
 
-GB/s read from memory, and 10^9 operations a second on f32 (which bf16 weights are multiplied in where the ISA has no
-more) and on pairs of 16-bit integers (which 8-bit weights are).
+GB/s read from memory, and 10^9 operations a second on f32, on integers as 8-bit weights are multiplied (bytes with VNNI,
+else 16-bit pairs), and on bf16 as those weights are (f32 where the plan's target has no such instructions).
 """
 
 import argparse
@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.common import row
-from planc.compiler.bench import DOTS, FMA, READ, Limits
+from planc.compiler.bench import BF16, DOTS, FMA, READ, Limits
 from planc.plans import store
 from planc.plans.host import usable_cpus
 from planc.runtime.cpu import CpuExecutor
@@ -19,7 +19,7 @@ def limits(root: Path, threads: int, seconds: float) -> Limits:
     """The rates of so many threads, each measured for so long."""
     executor = CpuExecutor(root, store.load(root), 1, threads)
     try:
-        return Limits(*(executor.limit(what, threads, seconds) / 1e9 for what in (READ, FMA, DOTS)))
+        return Limits(*(executor.limit(what, threads, seconds) / 1e9 for what in (READ, FMA, DOTS, BF16)))
     finally:
         executor.close()
 

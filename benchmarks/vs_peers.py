@@ -186,7 +186,7 @@ def shares(plan: Path, bits: str, threads: int) -> Iterator[tuple[str, float]]:
         if length == 512:
             yield from report["limits"].items()
             yield DECODE_SHARE, decode["roofline"]
-        peak = report["limits"]["int_gops" if bits == "int8" else "float_gops"]
+        peak = report["limits"]["int_gops" if bits == "int8" else "bf16_gops"]
         products = [k for k in prefill["kernels"] if k["kernel"].startswith(PRODUCTS)]
         done_gop = sum(k["gops"] * k["milliseconds"] / 1e3 for k in products)
         yield LINEAR_SHARE.format(length), done_gop / sum(k["milliseconds"] / 1e3 for k in products) / peak

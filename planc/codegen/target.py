@@ -23,6 +23,7 @@ _EXTRAS: Mapping[str, tuple[str, ...]] = {
     "amx": ("-mamx-tile", "-mamx-int8", "-mamx-bf16"),
 }
 _BASE_OF_EXTRAS = "x86-64-v4"
+_USED = ("bf16", "vnni")  # of AMX, accepted as well, no kernel makes use yet
 # What the command line calls the elements of a cache -> their dtype on GPUs, which have no instructions for the e3m4 of
 # the CPU's fp8 cache.
 KV_FLAGS: Mapping[str, str] = {"bf16": "bf16", "f32": "f32", "int8": "i8", "fp8": "f8e4m3"}
@@ -137,12 +138,10 @@ def needs_fp8(name: str) -> bool:
 
 
 def host() -> Target:
-    """The best level that this machine runs, by the feature flags of its CPU.
-
-    Extras are left out: no kernel uses them yet, and a plan that asks for them would be refused elsewhere for nothing.
-    """
+    """The best level that this machine runs, by the feature flags of its CPU, and the extras that kernels use."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return Target("cpu", "portable")
     have = cpu_flags()
     level = next((a for a in ("x86-64-v4", "x86-64-v3") if have.issuperset(CPU_FLAGS[a])), "portable")
-    return Target("cpu", level)
+    extras = (e for e in _USED if have.issuperset(CPU_FLAGS[e])) if level == _BASE_OF_EXTRAS else ()
+    return Target("cpu", level, tuple(sorted(extras)))

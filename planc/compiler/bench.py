@@ -23,22 +23,25 @@ from planc.runtime.batch import Piece, packed
 from planc.runtime.cpu import CpuExecutor, check_threads
 from planc.runtime.executors import kv_memory
 
-READ, FMA, DOTS = range(3)  # what CpuExecutor.limit measures
+READ, FMA, DOTS, BF16 = range(4)  # what CpuExecutor.limit measures
 _ROUNDS = 5  # steps that are profiled: medians of each launch
 _SECONDS = 0.5  # that a limit is measured for
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What this machine does at most: GB/s read from memory, 10^9 operations a second on f32 and on pairs of halves."""
+    """What this machine does at most: GB/s read from memory, 10^9 operations a second on f32, on 8-bit integers and on
+    bf16, as the plan's target multiplies them (16-bit integers and f32 where it has no more).
+    """
 
     read_gbs: float
     float_gops: float
     int_gops: float
+    bf16_gops: float
 
     def seconds(self, done: Work) -> float:
         """The least time for this work."""
-        rate = self.int_gops if done.dtype == "i8" else self.float_gops
+        rate = {"i8": self.int_gops, "f32": self.float_gops}.get(done.dtype, self.bf16_gops)
         return max(done.nbytes / self.read_gbs, done.operations / rate) / 1e9
 
 
@@ -123,7 +126,7 @@ def bench(root: Path, request: Request, say: Callable[[str], None] = lambda line
     executor = CpuExecutor(root, plan, max(sizes.batches) * pages, threads)
     try:
         say("measuring what this machine does at most")
-        limits = Limits(*(executor.limit(what, threads, _SECONDS) / 1e9 for what in (READ, FMA, DOTS)))
+        limits = Limits(*(executor.limit(what, threads, _SECONDS) / 1e9 for what in (READ, FMA, DOTS, BF16)))
         executor.fill_cache()
         cases = tuple(_Bench(executor, plan, graph, limits, pages, say).cases(sizes))
     finally:
@@ -136,7 +139,8 @@ def lines(report: Report) -> Iterator[str]:
     limits = report.limits
     yield (
         f"{report.model} {report.dtype}, {report.target}, {report.threads} threads; this machine reads "
-        f"{limits.read_gbs:.1f} GB/s, does {limits.float_gops:.0f} GFLOP/s on f32, {limits.int_gops:.0f} GOP/s on i16"
+        f"{limits.read_gbs:.1f} GB/s, does {limits.float_gops:.0f} GFLOP/s on f32, {limits.bf16_gops:.0f} on bf16, "
+        f"{limits.int_gops:.0f} GOP/s on codes"
     )
     for case in report.cases:
         what = f"{case.step}, {case.tokens} tokens" if case.step == "prefill" else f"{case.step}, batch {case.seqs}"

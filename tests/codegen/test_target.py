@@ -33,7 +33,9 @@ def test_cpu_alone_is_this_machine() -> None:
     [
         ((), "cpu:portable"),
         (CPU_FLAGS["x86-64-v3"], "cpu:x86-64-v3"),
-        ((*CPU_FLAGS["x86-64-v4"], *CPU_FLAGS["vnni"], *CPU_FLAGS["amx"]), "cpu:x86-64-v4"),
+        ((*CPU_FLAGS["x86-64-v4"], *CPU_FLAGS["vnni"], *CPU_FLAGS["amx"]), "cpu:x86-64-v4+vnni"),
+        ((*CPU_FLAGS["x86-64-v4"], *CPU_FLAGS["vnni"], *CPU_FLAGS["bf16"]), "cpu:x86-64-v4+bf16+vnni"),
+        (CPU_FLAGS["x86-64-v4"], "cpu:x86-64-v4"),
         ((*CPU_FLAGS["x86-64-v3"], *CPU_FLAGS["vnni"]), "cpu:x86-64-v3"),
     ],
 )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
 from planc.codegen.cpu import build_library
@@ -26,7 +27,7 @@ from planc.plans.host import missing_flags
 
 GUARD = 256
 PATTERN = 0xFF  # every float of a guard is a NaN: reading one shows in the result
-TARGETS = [t for t in ("cpu:portable", "cpu:x86-64-v3", "cpu:x86-64-v4") if not missing_flags(t)]
+TARGETS = [t for t in ("cpu:portable", "cpu:x86-64-v3", "cpu:x86-64-v4", "cpu:x86-64-v4+bf16+vnni") if not missing_flags(t)]
 _KERNELS_A_FILE = 6
 
 
@@ -154,6 +155,13 @@ class Library:
         for i, t in enumerate(outputs):
             t.buffer.check(f"{c} output {i}")
         return tuple(t.array.copy() for t in outputs)
+
+    def multiplied(self, c: Case, x: np.ndarray) -> np.ndarray:
+        """The rows of a product as the target multiplies them."""
+        weight = next(t for t in c.types[1:] if t.layout in PACKED)
+        if "bf16" not in self.target.features or c.types[0].dtype != "f32" or weight.dtype == "f32":
+            return x
+        return x.astype(ml_dtypes.bfloat16).astype(np.float32)
 
     def _call(self, c, inputs, outputs, rows, threads, sizes) -> None:
         address = {

@@ -10,6 +10,13 @@ namespace planc {
 
 constexpr bool BF16_DOTS = true;
 
+PLANC_INLINE VecI minus_halves(VecI a, VecI b) { return {_mm512_sub_epi16(a.v, b.v)}; }
+// mask ? a : b for each bit.
+PLANC_INLINE VecI pick_bits(VecI mask, VecI a, VecI b) { return {_mm512_ternarylogic_epi32(mask.v, a.v, b.v, 0xca)}; }
+// table[half % 32] for each half.
+PLANC_INLINE VecI look_up_halves(const uint16_t (&table)[32], VecI halves) {
+    return {_mm512_permutexvar_epi16(halves.v, _mm512_loadu_si512(table))};
+}
 // sum + a.high * b.high + a.low * b.low over the two bf16 of each lane. Numbers below the normal ones count as zero.
 PLANC_INLINE Vec dot_bf16(VecI a, VecI b, Vec sum) {
     return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)};
@@ -22,6 +29,9 @@ PLANC_INLINE VecI bf16_pairs(Vec first, Vec second) {
 #else
 
 constexpr bool BF16_DOTS = false;
+PLANC_INLINE VecI minus_halves(VecI a, VecI) { return a; }
+PLANC_INLINE VecI pick_bits(VecI, VecI a, VecI) { return a; }
+PLANC_INLINE VecI look_up_halves(const uint16_t (&)[32], VecI halves) { return halves; }
 PLANC_INLINE Vec dot_bf16(VecI, VecI, Vec sum) { return sum; }
 PLANC_INLINE VecI bf16_pairs(Vec first, Vec) { return as_int(first); }
 
@@ -31,13 +41,17 @@ PLANC_INLINE VecI bf16_pairs(Vec first, Vec) { return as_int(first); }
 
 constexpr bool BYTE_DOTS = true;
 
-// sum + the products of the four unsigned bytes of a and the four signed ones of b in each lane.
-PLANC_INLINE VecI dot_bytes(VecI a, VecI b, VecI sum) { return {_mm512_dpbusd_epi32(sum.v, a.v, b.v)}; }
+// sum + the products of the four unsigned bytes of a and the four signed ones of b, i32 in each lane. (In assembly, as gcc
+// spills the sums of its intrinsic: they change their type at each call.)
+PLANC_INLINE Vec dot_bytes(VecI a, VecI b, Vec sum) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(a.v), "v"(b.v));
+    return sum;
+}
 
 #else
 
 constexpr bool BYTE_DOTS = false;
-PLANC_INLINE VecI dot_bytes(VecI, VecI, VecI sum) { return sum; }
+PLANC_INLINE Vec dot_bytes(VecI, VecI, Vec sum) { return sum; }
 
 #endif
 

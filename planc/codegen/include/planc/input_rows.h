@@ -1,12 +1,13 @@
-// Rows that a linear layer multiplies: f32 where it lies, or codes with a scale a row, widened into the thread's own memory.
+// Rows that a linear layer multiplies: f32 where it lies, or in the thread's own memory as its products take them.
 //
-// A base says where row r of x begins (`x`), its scale (`scale`) and where its result goes (`result`). WideRows gives a tile
+// A base says where row r of x begins (`x`), its scale (`scale`) and where its result goes (`result`). KeptRows gives a tile
 // of rows as the kernels read them, from element k on; `prepare` comes first, for the rows and k that the tiles will cover.
 #pragma once
+#include <algorithm>
 #include <type_traits>
 #include <vector>
 
-#include "planc/bytes.h"
+#include "planc/dots.h"
 #include "planc/narrow.h"
 #include "planc/share.h"
 
@@ -16,14 +17,12 @@ namespace detail {
 // k of an unpacked panel of 16 columns, a multiple of `unit`: in equal parts, of which one takes no more than 20 KB as f32
 // and 16 KB as pairs, so that it stays in the L1 cache beside a tile of rows.
 constexpr int PANEL_UNIT = 128;  // the largest
-template <class X>
-constexpr int panel_k(int k, int unit) {
-    constexpr int MOST = std::is_same_v<X, int8_t> ? 512 : 320;
-    const int parts = (k + MOST - 1) / MOST, each = (k + parts - 1) / parts;
+constexpr int panel_k(int k, int most, int unit) {
+    const int parts = (k + most - 1) / most, each = (k + parts - 1) / parts;
     return (each + unit - 1) / unit * unit;
 }
-// Floats from one row of `k` widened elements to the next, or from its even pairs to its odd ones: whole vectors, and a line
-// more, as a power of two would put all rows into one set of the cache.
+// Floats from one section of `k` elements to the next: whole vectors, and a line more, as a power of two would put all rows
+// into one set of the cache.
 constexpr int apart(int k, int per_float) { return (k + 63) / 64 * 64 / per_float + LANES; }
 
 // Floats of this thread's own, for the rows of one kernel at a time.
@@ -33,25 +32,16 @@ inline float* thread_floats(size_t count) {
     return memory.data();
 }
 
-// y[0..count) = the numbers of codes.
-template <int ODD>
-PLANC_INLINE void widen_row(const F8* codes, int count, float* y) {
-    for_each_vec(count, [&](int i, int n) PLANC_INLINED {
-        const Vec wide = n == LANES ? load_as_float(codes + i) : load_as_float(codes + i, n);
-        store(y + i, wide * splat(1.0f / Codes<F8>::UNIT));
-    });
-}
-
-// Pairs of signed halves, a pair in the place of a float: of the codes 4j and 4j + 2 at j, of the next two ODD later.
-template <int ODD>
-PLANC_INLINE void widen_row(const int8_t* codes, int count, float* y) {
+// Calls body(i, 4 * LANES elements of x from i on): zeros behind its end.
+template <class X, class Body>
+PLANC_INLINE void for_each_padded(const X* x, int count, Body body) {
     constexpr int STEP = 4 * LANES;
-    for (int i = 0; i < count; i += STEP, codes += STEP, y += LANES) {
-        int8_t padded[STEP] = {};
-        if (count - i < STEP) std::memcpy(padded, codes, size_t(count - i));
-        const VecI four = load_int(count - i < STEP ? padded : codes);
-        store_int(y, even_bytes(four));
-        store_int(y + ODD, odd_bytes(four));
+    int i = 0;
+    for (; i + STEP <= count; i += STEP) body(i, x + i);
+    if (i < count) {
+        X padded[STEP] = {};
+        std::memcpy(padded, x + i, size_t(std::min(count - i, STEP)) * sizeof(X));  // gcc warns of more, which it never is
+        body(i, padded);
     }
 }
 }  // namespace detail
@@ -81,53 +71,142 @@ class DenseRows {
     float* const y_;
 };
 
-// Codes: WIDTH of them a row.
-template <class Base, int WIDTH, class Element = typename Base::X>
-class WideRows : public Base {
-    static constexpr bool PAIRS = std::is_same_v<Element, int8_t>;
+// How rows are kept: as the products of a format take them. PER_FLOAT elements take the place of a float, in SECTIONS;
+// products take those of GROUP elements in DOTS steps, of which step P finds its own for element k in `at`. MOST_K: the k
+// of a panel. TILE_ROWS: rows in registers. PANEL_FROM: rows from which on unpacking a panel costs less than doing so for
+// each tile.
+struct AsTheyLie {  // f32
+    static constexpr int MOST_K = 320, TILE_ROWS = 6, PANEL_FROM = 24;
+    static constexpr bool DOTS = false;
+};
+
+struct AsFloats {  // f8 widened
+    static constexpr int PER_FLOAT = 1, SECTIONS = 1, MOST_K = 320, TILE_ROWS = 6, PANEL_FROM = 24;
+    static constexpr bool DOTS = false;
+    template <int APART>
+    static PLANC_INLINE void put(const F8* codes, int count, float* y) {
+        for_each_vec(count, [&](int i, int n) PLANC_INLINED {
+            const Vec wide = n == LANES ? load_as_float(codes + i) : load_as_float(codes + i, n);
+            store(y + i, wide * splat(1.0f / Codes<F8>::UNIT));
+        });
+    }
+};
+
+struct AsHalves {  // i8 in pairs of halves: of the codes 4j and 4j + 2, in a section of their own those of the next two
+    static constexpr int PER_FLOAT = 4, SECTIONS = 2, GROUP = 4, STEPS = 2, MOST_K = 512, TILE_ROWS = 6, PANEL_FROM = 24;
+    static constexpr bool DOTS = true;
+    template <int APART>
+    static PLANC_INLINE void put(const int8_t* codes, int count, float* y) {
+        detail::for_each_padded(codes, count, [&](int i, const int8_t* four) PLANC_INLINED {
+            store_int(y + i / PER_FLOAT, even_bytes(load_int(four)));
+            store_int(y + APART + i / PER_FLOAT, odd_bytes(load_int(four)));
+        });
+    }
+    template <int P, int APART>
+    static constexpr int at(int k) {
+        return P * APART + k / PER_FLOAT;
+    }
+    static PLANC_INLINE Vec dot(VecI w, VecI x, Vec sum) { return as_float(dot_halves(w, x, as_int(sum))); }
+};
+
+struct AsBytes {  // i8 as it is; the weights have 128 more than they should, which the row's last float takes off again
+    static constexpr int PER_FLOAT = 4, SECTIONS = 1, GROUP = 4, STEPS = 1, MOST_K = 2048, PANEL_FROM = 64;
+    static constexpr int TILE_ROWS = 4;  // gcc 12 spills sums of more
+    static constexpr bool DOTS = true;
+    template <int APART>
+    static PLANC_INLINE void put(const int8_t* codes, int count, float* y) {
+        Vec total = as_float(splat_int(0));
+        detail::for_each_padded(codes, count, [&](int i, const int8_t* four) PLANC_INLINED {
+            const VecI x = load_int(four);
+            store_int(y + i / PER_FLOAT, x);
+            total = dot_bytes(splat_int(0x01010101), x, total);
+        });
+        int32_t lanes[LANES], sum = 0;
+        store_int(lanes, as_int(total));
+        for (int32_t lane : lanes) sum -= lane * 128;
+        std::memcpy(y + APART - 1, &sum, sizeof sum);
+    }
+    template <int P, int APART>
+    static constexpr int at(int k) {
+        return k / PER_FLOAT;
+    }
+    static PLANC_INLINE Vec dot(VecI w, VecI x, Vec sum) { return dot_bytes(w, x, sum); }
+};
+
+struct AsBf16 {  // f32 rounded, or f8, in pairs of neighbours
+    static constexpr int PER_FLOAT = 2, SECTIONS = 1, GROUP = 2, STEPS = 1, MOST_K = 640, TILE_ROWS = 6, PANEL_FROM = 7;
+    static constexpr bool DOTS = true;
+    static PLANC_INLINE Vec widen(const float* x) { return load(x); }
+    static PLANC_INLINE Vec widen(const F8* codes) { return load_as_float(codes) * splat(1.0f / Codes<F8>::UNIT); }
+    template <int APART, class X>
+    static PLANC_INLINE void put(const X* x, int count, float* y) {
+        detail::for_each_padded(x, count, [&](int i, const X* some) PLANC_INLINED {
+            store_int(y + i / PER_FLOAT, bf16_pairs(widen(some), widen(some + LANES)));
+            store_int(y + i / PER_FLOAT + LANES, bf16_pairs(widen(some + 2 * LANES), widen(some + 3 * LANES)));
+        });
+    }
+    template <int P, int APART>
+    static constexpr int at(int k) {
+        return k / PER_FLOAT + P;
+    }
+    static PLANC_INLINE Vec dot(VecI w, VecI x, Vec sum) { return dot_bf16(w, x, sum); }
+};
+
+// WIDTH elements a row, kept in a Form.
+template <class Base, int WIDTH, class Form>
+class KeptRows : public Base {
     // Of a row that was prepared whole, or for one panel, whatever its unit.
     template <bool IN_PANELS>
-    static constexpr int ODD = detail::apart(IN_PANELS ? detail::panel_k<Element>(WIDTH, detail::PANEL_UNIT) : WIDTH, PAIRS ? 4 : 1);
+    static constexpr int APART = detail::apart(IN_PANELS ? detail::panel_k(WIDTH, Form::MOST_K, detail::PANEL_UNIT) : WIDTH, Form::PER_FLOAT);
     template <bool IN_PANELS>
-    static constexpr int STRIDE = ODD<IN_PANELS> * (PAIRS ? 2 : 1);
+    static constexpr int STRIDE = APART<IN_PANELS> * Form::SECTIONS;
 
    public:
-    static constexpr bool SCALED = true;
-    explicit WideRows(Base base) : Base(base) {}
+    static constexpr bool SCALED = !std::is_same_v<typename Base::X, float>;
+    explicit KeptRows(Base base) : Base(base) {}
 
     template <bool IN_PANELS>
     void prepare(Range rows, int k, int count) {
-        wide_ = detail::thread_floats(size_t(rows.end - rows.begin) * STRIDE<IN_PANELS>);
+        kept_ = detail::thread_floats(size_t(rows.end - rows.begin) * STRIDE<IN_PANELS>);
         first_row_ = rows.begin;
         first_k_ = k;
         for (int row = rows.begin; row < rows.end; ++row) {
-            float* to = wide_ + int64_t(row - rows.begin) * STRIDE<IN_PANELS>;
-            detail::widen_row<ODD<IN_PANELS>>(this->x(row) + k, count, to);
+            Form::template put<APART<IN_PANELS>>(this->x(row) + k, count, kept_ + int64_t(row - rows.begin) * STRIDE<IN_PANELS>);
         }
     }
 
+    // Rows from one on, and k from one on.
     template <bool IN_PANELS>
     struct Tile {
-        static constexpr int ODD = WideRows::ODD<IN_PANELS>;
-        const float* x;
-        PLANC_INLINE const float* operator()(int m) const { return x + m * STRIDE<IN_PANELS>; }
+        const float* row;
+        int from;
+        PLANC_INLINE const float* operator()(int m) const { return row + m * STRIDE<IN_PANELS> + from; }
+        // What step P of the products takes for k of row m, in every lane.
+        template <int P>
+        PLANC_INLINE VecI dots(int m, int k) const {
+            return as_int(broadcast((*this)(m) + Form::template at<P, APART<IN_PANELS>>(k)));
+        }
+        // What integer sums of row m over all k that were prepared begin with.
+        PLANC_INLINE VecI first(int m) const {
+            if constexpr (!std::is_same_v<Form, AsBytes>) return splat_int(0);
+            return as_int(broadcast(row + m * STRIDE<IN_PANELS> + APART<IN_PANELS> - 1));
+        }
     };
     template <int MR, bool IN_PANELS>
     PLANC_INLINE auto tile(int row, int k) const {
-        const int from = PAIRS ? (k - first_k_) / 4 : k - first_k_;
-        return Tile<IN_PANELS>{wide_ + int64_t(row - first_row_) * STRIDE<IN_PANELS> + from};
+        return Tile<IN_PANELS>{kept_ + int64_t(row - first_row_) * STRIDE<IN_PANELS>, (k - first_k_) / Form::PER_FLOAT};
     }
 
    private:
-    float* wide_ = nullptr;
+    float* kept_ = nullptr;
     int first_row_ = 0, first_k_ = 0;
 };
 
 template <class Base, int WIDTH>
-class WideRows<Base, WIDTH, float> : public Base {
+class KeptRows<Base, WIDTH, AsTheyLie> : public Base {
    public:
     static constexpr bool SCALED = false;
-    explicit WideRows(Base base) : Base(base) {}
+    explicit KeptRows(Base base) : Base(base) {}
 
     template <bool IN_PANELS>
     PLANC_INLINE void prepare(Range, int, int) {}

@@ -2,8 +2,9 @@
 //
 // Every y has one accumulator that meets k = 0, 1, .. K-1 in order by fused multiply-add; tile shapes, threads and the
 // number of rows decide where that happens and never change a bit. Where groups of k have a scale each, a group has an
-// accumulator of its own, which its scale adds to that of y. Codes times codes are summed as integers, exactly. Partial sums
-// wait in y between two blocks of k: an f32 store and load is exact.
+// accumulator of its own, which its scale adds to that of y. Codes times codes are summed as integers, exactly. Targets that
+// multiply pairs of bf16 (+bf16) round x to them and add a pair at once, in the order of their instruction; weights in bf16
+// and codes are exact in bf16. Partial sums wait in y between two blocks of k: an f32 store and load is exact.
 #pragma once
 #include <algorithm>
 
@@ -17,7 +18,6 @@ namespace detail {
 
 constexpr int PREFETCH_BYTES = 4096;  // ahead of the line in use: some 100 ns at 40 GB/s
 constexpr int PANEL_ROWS = 192;       // rows a panel serves: they take 240 KB at most, within the L2 cache
-constexpr int PANEL_MIN_ROWS = 24;    // from here on unpacking a panel costs less than widening in every row tile
 
 // A panel is one row tile's weights already widened: [k][NV][16] f32.
 template <int NV>
@@ -25,11 +25,38 @@ struct Panel : PackedF32 {
     static constexpr int STRIDE = NV * LINE_BYTES;
     static constexpr bool PREFETCH = false;
 };
-template <class Format>
+template <class Format, bool FROM_MEMORY = true>
 struct Packed : Format {
     static constexpr int STRIDE = GROUP_BYTES;
-    static constexpr bool PREFETCH = true;
+    static constexpr bool PREFETCH = FROM_MEMORY;
 };
+// The same as rows of a Form multiply them: [k / GROUP][step][NV] lines.
+template <class Form, int NV>
+struct PanelOfDots : Plain {
+    static constexpr int GROUP = Form::GROUP, STRIDE = Form::STEPS * NV * LINE_BYTES;
+    static constexpr bool PREFETCH = false;
+    template <int P>
+    static PLANC_INLINE VecI dots(const char* line) {
+        return load_int(line + P * NV * LINE_BYTES);
+    }
+};
+
+// The panel of rows of a Form.
+template <class Form, int NV, bool DOTS = Form::DOTS>
+struct PanelOf {
+    using Source = Panel<NV>;
+};
+template <class Form, int NV>
+struct PanelOf<Form, NV, true> {
+    using Source = PanelOfDots<Form, NV>;
+};
+
+// How rows are kept that multiply a format.
+template <class Format>
+using FormOf = std::conditional_t<
+    Format::INTEGERS, std::conditional_t<BYTE_DOTS, AsBytes, AsHalves>,
+    std::conditional_t<BF16_DOTS && !std::is_same_v<Format, PackedF32>, AsBf16,
+                       std::conditional_t<std::is_same_v<typename Format::X, float>, AsTheyLie, AsFloats>>>;
 
 // `accumulate` with all k of a line before the next line: what they share is then the one thing that registers must hold.
 template <class Source, class Tile, int MR, int NV>
@@ -73,40 +100,31 @@ PLANC_INLINE void accumulate(Vec (&acc)[MR][NV], const Tile& x, const char* w, i
     }
 }
 
-// Four k of i8 as two lines of pairs: halves of k = 0 and 2 in a lane, then of 1 and 3. A panel keeps them so.
-struct PackedPairs {
-    static constexpr int GROUP = 4;
-    static constexpr int STRIDE = GROUP_BYTES, VEC_BYTES = LINE_BYTES;
-    static constexpr bool PREFETCH = true;
-    static PLANC_INLINE VecI even(const char* line) { return even_bytes(load_int(line)); }
-    static PLANC_INLINE VecI odd(const char* line) { return odd_bytes(load_int(line)); }
-};
-template <int NV>
-struct PanelPairs {
-    static constexpr int GROUP = 4;
-    static constexpr int VEC_BYTES = 2 * LINE_BYTES, STRIDE = NV * VEC_BYTES;
-    static constexpr bool PREFETCH = false;
-    static PLANC_INLINE VecI even(const char* line) { return load_int(line); }
-    static PLANC_INLINE VecI odd(const char* line) { return load_int(line + LINE_BYTES); }
-};
-
-// Like `accumulate` with i32 in the lanes of acc; x(m) is a row of pairs.
-template <class Source, class Tile, int MR, int NV>
-PLANC_INLINE void accumulate_pairs(Vec (&acc)[MR][NV], const Tile& x, const char* w, int count) {
-    for (int k = 0; k < count; k += 4, w += Source::STRIDE) {
+// Like `accumulate` with several k at once, as rows of a Form multiply them. Integers lie in the lanes of acc as i32.
+template <class Form, class Source, class Tile, int MR, int NV>
+PLANC_INLINE void accumulate_dots(Vec (&acc)[MR][NV], const Tile& x, const char* w, int count, const Source (&source)[NV]) {
+    constexpr int STEPS = Source::GROUP / Form::GROUP * Form::STEPS;
+    auto add = [&](auto p, int m, int k, VecI b, Vec sum) PLANC_INLINED { return Form::dot(b, x.template dots<p.value>(m, k), sum); };
+    for (int k = 0; k < count; k += Source::GROUP, w += Source::STRIDE) {
         if constexpr (Source::PREFETCH) {
             PLANC_UNROLL for (int v = 0; v < NV; ++v) prefetch(w + PREFETCH_BYTES + v * LINE_BYTES);
         }
-        auto add = [&](int offset, auto pairs) PLANC_INLINED {
-            VecI b[NV];
-            PLANC_UNROLL for (int v = 0; v < NV; ++v) b[v] = pairs(w + v * Source::VEC_BYTES);
-            PLANC_UNROLL for (int m = 0; m < MR; ++m) {
-                const VecI a = as_int(broadcast(x(m) + offset + k / 4));
-                PLANC_UNROLL for (int v = 0; v < NV; ++v) acc[m][v] = as_float(dot_halves(b[v], a, as_int(acc[m][v])));
+        if constexpr (Source::BY_VECTOR) {
+            PLANC_UNROLL for (int v = 0; v < NV; ++v) {
+                unrolled<STEPS>([&](auto p) PLANC_INLINED {
+                    const VecI b = source[v].template dots<p.value>(w + v * LINE_BYTES);
+                    PLANC_UNROLL for (int m = 0; m < MR; ++m) acc[m][v] = add(p, m, k, b, acc[m][v]);
+                });
             }
-        };
-        add(0, Source::even);
-        add(Tile::ODD, Source::odd);
+        } else {
+            unrolled<STEPS>([&](auto p) PLANC_INLINED {
+                VecI b[NV];
+                PLANC_UNROLL for (int v = 0; v < NV; ++v) b[v] = source[v].template dots<p.value>(w + v * LINE_BYTES);
+                PLANC_UNROLL for (int m = 0; m < MR; ++m) {
+                    PLANC_UNROLL for (int v = 0; v < NV; ++v) acc[m][v] = add(p, m, k, b[v], acc[m][v]);
+                }
+            });
+        }
     }
 }
 
@@ -124,14 +142,20 @@ template <class Config, class Rows>
 class LinearTiles {
     using Format = typename Config::Format;
     static constexpr int N = Config::N, K = Config::K, SCALE_K = Format::SCALE_K;
-    static constexpr int PANEL_K = detail::panel_k<typename Format::X>(K, SCALE_K == 0 ? LANES : SCALE_K);
+    using Form = detail::FormOf<Format>;
+    static constexpr int PANEL_K = detail::panel_k(K, Form::MOST_K, SCALE_K == 0 ? LANES : SCALE_K);
     static_assert(SCALE_K <= detail::PANEL_UNIT);
+    static constexpr int TILE_ROWS = std::min(Form::TILE_ROWS, MAX_TILE_ROWS);
     static constexpr bool BIAS = Config::BIAS;
-    using PackedSource = std::conditional_t<Format::DOTS, detail::PackedPairs, detail::Packed<Format>>;
-    using PanelSource = std::conditional_t<Format::DOTS, detail::PanelPairs<PANEL_VECS>, detail::Panel<PANEL_VECS>>;
+    // Whether the packed lines are a panel already.
+    static constexpr bool IN_PLACE = Form::DOTS && std::is_same_v<Format, PackedBf16> && PANEL_VECS * LANES == BLOCK;
+    using PackedSource = detail::Packed<Format>;
+    using UnpackedSource = typename detail::PanelOf<Form, PANEL_VECS>::Source;
+    using PanelSource = std::conditional_t<IN_PLACE, detail::Packed<Format, false>, UnpackedSource>;
 
    public:
     static constexpr int PANEL_COLUMNS = PANEL_VECS * LANES;
+    static constexpr int PANEL_FROM = Form::PANEL_FROM;
 
     LinearTiles(Rows rows, LinearWeights weights) : rows_(rows), from_(weights) {}
 
@@ -139,7 +163,7 @@ class LinearTiles {
     void run_direct(int rows, Range half_blocks) {
         if (half_blocks.begin == half_blocks.end) return;
         rows_.template prepare<false>({0, rows}, 0, K);
-        const int tiles = (rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+        const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
         for (int half = half_blocks.begin; half < half_blocks.end;) {
             const bool whole = half % 2 == 0 && half + 2 <= half_blocks.end;
             run_columns(rows, tiles, half * 32, whole ? 4 : 2);
@@ -196,19 +220,32 @@ class LinearTiles {
     // acc += x * w over k..k+count.
     template <class Source, bool PANEL, int MR, int NV>
     PLANC_INLINE void add_products(Vec (&acc)[MR][NV], int row, int column, int k, int count, const char* w) const {
-        if constexpr (Format::DOTS) {
-            detail::accumulate_pairs<Source>(acc, rows_.template tile<MR, PANEL>(row, k), w, count);
-        } else if constexpr (SCALE_K == 0) {
+        if constexpr (SCALE_K == 0) {
+            const auto x = rows_.template tile<MR, PANEL>(row, k);
             Source source[NV];
-            detail::accumulate(acc, rows_.template tile<MR, PANEL>(row, k), w, count, source);
+            if constexpr (Format::INTEGERS) {
+                PLANC_UNROLL for (int m = 0; m < MR; ++m) {
+                    PLANC_UNROLL for (int v = 0; v < NV; ++v) acc[m][v] = as_float(as_int(acc[m][v]) + x.first(m));
+                }
+            }
+            add_lines(acc, x, w, count, source);
         } else {
             for (const int end = k + count; k < end; k += SCALE_K, w += SCALE_K / Source::GROUP * Source::STRIDE) {
                 Vec part[MR][NV] = {};
                 Source source[NV];
                 PLANC_UNROLL for (int v = 0; v < NV; ++v) take_zeros(source[v], column + v * LANES, k);
-                detail::accumulate(part, rows_.template tile<MR, PANEL>(row, k), w, std::min(SCALE_K, end - k), source);
+                add_lines(part, rows_.template tile<MR, PANEL>(row, k), w, std::min(SCALE_K, end - k), source);
                 add_scaled(acc, part, column, k);
             }
+        }
+    }
+
+    template <class Source, class Tile, int MR, int NV>
+    static PLANC_INLINE void add_lines(Vec (&acc)[MR][NV], const Tile& x, const char* w, int count, const Source (&source)[NV]) {
+        if constexpr (Form::DOTS) {
+            detail::accumulate_dots<Form>(acc, x, w, count, source);
+        } else {
+            detail::accumulate(acc, x, w, count, source);
         }
     }
 
@@ -235,10 +272,11 @@ class LinearTiles {
     }
 
     void run_panel(Range rows, int column, int k) const {
-        alignas(64) char panel[PANEL_K * PANEL_COLUMNS * (Format::DOTS ? 2 : 4)];
+        alignas(64) char unpacked[IN_PLACE ? 1 : PANEL_K / UnpackedSource::GROUP * UnpackedSource::STRIDE];
         const int count = std::min(PANEL_K, K - k);
-        unpack(panel, column, k, count);
-        const int tiles = (rows.end - rows.begin + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+        if constexpr (!IN_PLACE) unpack(unpacked, column, k, count);
+        const char* const panel = IN_PLACE ? lines(column, k) : unpacked;
+        const int tiles = (rows.end - rows.begin + TILE_ROWS - 1) / TILE_ROWS;
         for (int tile = 0; tile < tiles; ++tile) {
             const Range part = share(rows.end - rows.begin, tile, tiles);
             panel_rows({rows.begin + part.begin, rows.begin + part.end}, column, k, count, panel);
@@ -261,36 +299,32 @@ class LinearTiles {
         const char* w = lines(column, k);
         for (int i = 0; i < count; i += Format::GROUP, w += GROUP_BYTES, panel += Format::GROUP / PanelSource::GROUP * PanelSource::STRIDE) {
             prefetch(w + detail::PREFETCH_BYTES);
-            if constexpr (Format::DOTS) {
-                unpack_pairs(panel, w);
-            } else {
-                unpack_group(panel, w, column, k + i);
-            }
-        }
-    }
-
-    static PLANC_INLINE void unpack_pairs(char* panel, const char* w) {
-        for (int v = 0; v < PANEL_VECS; ++v) {
-            store_int(panel + v * PanelSource::VEC_BYTES, PackedSource::even(w + v * LINE_BYTES));
-            store_int(panel + v * PanelSource::VEC_BYTES + LINE_BYTES, PackedSource::odd(w + v * LINE_BYTES));
+            unpack_group(panel, w, column, k + i);
         }
     }
 
     PLANC_INLINE void unpack_group(char* panel, const char* w, int column, int k) const {
-        float* to = reinterpret_cast<float*>(panel);
         for (int v = 0; v < PANEL_VECS; ++v) {
+            const char* line = w + v * LINE_BYTES;
             PackedSource source;
             take_zeros(source, column + v * LANES, k);
-            unrolled<Format::GROUP>([&](auto g) PLANC_INLINED {
-                store(to + (g.value * PANEL_VECS + v) * LANES, source.template unpack<g.value>(w + v * LINE_BYTES));
-            });
+            auto to = [&](int step) PLANC_INLINED { return panel + (step * PANEL_VECS + v) * LINE_BYTES; };
+            if constexpr (Form::DOTS) {
+                unrolled<Format::GROUP / UnpackedSource::GROUP * Form::STEPS>([&](auto p) PLANC_INLINED {
+                    store_int(to(p.value), source.template dots<p.value>(line));
+                });
+            } else {
+                unrolled<Format::GROUP>([&](auto g) PLANC_INLINED {
+                    store(reinterpret_cast<float*>(to(g.value)), source.template unpack<g.value>(line));
+                });
+            }
         }
     }
 
-    // Calls body(integral_constant<int, rows>) for 1 <= rows <= MAX_ROWS that leave the accumulators in registers.
+    // Calls body(integral_constant<int, rows>) for 1 <= rows <= TILE_ROWS that leave the accumulators in registers.
     template <int NV, class Body>
     PLANC_INLINE void with_rows(int rows, Body body) const {
-        unrolled<MAX_TILE_ROWS>([&](auto i) PLANC_INLINED {
+        unrolled<TILE_ROWS>([&](auto i) PLANC_INLINED {
             if constexpr ((i.value + 1) * NV <= TILE_ACCUMULATORS) {
                 if (rows == i.value + 1) body(std::integral_constant<int, i.value + 1>{});
             }
@@ -313,7 +347,7 @@ class LinearTiles {
 
     // A finished sum times the scales that it lacks: that of its column, that of its row.
     PLANC_INLINE Vec scaled(Vec sum, int row, Vec column_scale) const {
-        if constexpr (Format::DOTS) sum = to_float(as_int(sum));
+        if constexpr (Format::INTEGERS) sum = to_float(as_int(sum));
         if constexpr (SCALE_K == 0 && Format::SCALED && Rows::SCALED) {
             return sum * splat(Format::UNIT) * (splat(rows_.scale(row)) * column_scale);
         } else if constexpr (SCALE_K == 0 && Format::SCALED) {
@@ -362,7 +396,7 @@ template <class Config>
 class Linear {
     static constexpr int N = Config::N;
     static constexpr int HALF_BLOCKS = (N + 31) / 32;  // a finer share than whole blocks, and still two lines long
-    using Rows = WideRows<DenseRows<typename Config::Format::X, Config::X_STRIDE, N>, Config::K>;
+    using Rows = KeptRows<DenseRows<typename Config::Format::X, Config::X_STRIDE, N>, Config::K, detail::FormOf<typename Config::Format>>;
     using Tiles = LinearTiles<Config, Rows>;
     static constexpr int PANELS = (N + Tiles::PANEL_COLUMNS - 1) / Tiles::PANEL_COLUMNS;
 
@@ -373,7 +407,7 @@ class Linear {
     Linear(const X* x, const float* x_scale, LinearWeights weights, float* y) : tiles_(Rows({x, x_scale, y}), weights) {}
 
     void run(int rows, int thread, int threads) {
-        if (rows < detail::PANEL_MIN_ROWS) {
+        if (rows < Tiles::PANEL_FROM) {
             tiles_.run_direct(rows, share(HALF_BLOCKS, thread, threads));
         } else {
             run_panels(rows, thread, threads);

@@ -5,13 +5,14 @@
 #include <memory>
 #include <vector>
 
-#include "planc/bytes.h"
+#include "planc/dots.h"
 #include "planc/pool.h"
 
 namespace planc {
 
-// READ: bytes a second, from memory that no cache holds. FMA: operations a second on f32. DOTS: on pairs of halves.
-enum Limit : int32_t { READ, FMA, DOTS };
+// READ: bytes a second, from memory that no cache holds. Operations a second: FMA on f32, DOTS on integers as codes are
+// multiplied (bytes where the target multiplies those, else halves), BF16 on pairs of it (or on f32, as it is then widened).
+enum Limit : int32_t { READ, FMA, DOTS, BF16 };
 
 namespace detail {
 
@@ -49,10 +50,29 @@ inline double dot() {
     asm volatile("" : "+m"(b));
     PLANC_UNROLL for (int i = 0; i < CHAINS; ++i) sums[i] = splat_int(i);
     for (int turn = 0; turn < TURNS; ++turn) {  // of the sums themselves: a product that stays the same would be made once
-        PLANC_UNROLL for (int i = 0; i < CHAINS; ++i) sums[i] = dot_halves(sums[i], b, sums[i]);
+        PLANC_UNROLL for (int i = 0; i < CHAINS; ++i) {
+            sums[i] = BYTE_DOTS ? as_int(dot_bytes(sums[i], b, as_float(sums[i]))) : dot_halves(sums[i], b, sums[i]);
+        }
+    }
+    asm volatile("" : : "m"(sums));
+    return (BYTE_DOTS ? 8.0 : 4.0) * LANES * CHAINS * TURNS;
+}
+
+inline double dot_pairs() {
+    Vec sums[CHAINS];
+    VecI b = splat_int(0x3f003e80);
+    asm volatile("" : "+m"(b));
+    PLANC_UNROLL for (int i = 0; i < CHAINS; ++i) sums[i] = splat(float(i));
+    for (int turn = 0; turn < TURNS; ++turn) {
+        PLANC_UNROLL for (int i = 0; i < CHAINS; ++i) sums[i] = dot_bf16(as_int(sums[i]), b, sums[i]);
     }
     asm volatile("" : : "m"(sums));
     return 4.0 * LANES * CHAINS * TURNS;
+}
+
+inline double done_by(Limit what) {
+    if (what == DOTS) return dot();
+    return what == BF16 && BF16_DOTS ? dot_pairs() : multiply();
 }
 
 }  // namespace detail
@@ -73,7 +93,7 @@ inline double measure(Limit what, int threads, double seconds) {
         char* mine = w.memory.get() + (w.what == READ ? size_t(thread) * share : 0);
         if (w.what == READ && !w.filled) std::fill_n(mine, share, char(thread + 1));  // each thread's own pages, near to it
         double& done = w.done[size_t(thread) * 8];
-        done = w.what == READ ? detail::read(mine, share) : w.what == FMA ? detail::multiply() : detail::dot();
+        done = w.what == READ ? detail::read(mine, share) : detail::done_by(w.what);
     };
     Pool pool(threads);
     pool.run(task, &work);
