@@ -1,7 +1,7 @@
 """What can this machine do at most? In goes a plan for this CPU, out come the rates that `planc bench` measures.
 
-GB/s read from memory, and 10^9 operations a second on f32, on integers as 8-bit weights are multiplied (bytes with VNNI,
-else 16-bit pairs), and on bf16 as those weights are (f32 where the plan's target has no such instructions).
+GB/s read from memory, and 10^9 operations a second: on f32, on integers as 8-bit weights are multiplied (bytes with
+VNNI, else pairs of 16 bits), and on bf16 as those weights are (f32 where the plan's target has no such instructions).
 """
 
 import argparse

@@ -27,7 +27,9 @@ from planc.plans.host import missing_flags
 
 GUARD = 256
 PATTERN = 0xFF  # every float of a guard is a NaN: reading one shows in the result
-TARGETS = [t for t in ("cpu:portable", "cpu:x86-64-v3", "cpu:x86-64-v4", "cpu:x86-64-v4+bf16+vnni") if not missing_flags(t)]
+TARGETS = [
+    t for t in ("cpu:portable", "cpu:x86-64-v3", "cpu:x86-64-v4", "cpu:x86-64-v4+bf16+vnni") if not missing_flags(t)
+]
 _KERNELS_A_FILE = 6
 
 
