@@ -19,7 +19,7 @@ _LEVELS: Mapping[str, tuple[str, ...]] = {
 # Extra -> compiler flags, and the level that it builds on.
 _EXTRAS: Mapping[str, tuple[str, ...]] = {
     "vnni": ("-mavx512vnni",),
-    "bf16": ("-mavx512bf16",),
+    "bf16": ("-mavx512bf16", "-mavx512vnni"),  # every CPU that has the first has the second
     "amx": ("-mamx-tile", "-mamx-int8", "-mamx-bf16"),
 }
 _BASE_OF_EXTRAS = "x86-64-v4"

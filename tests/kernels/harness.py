@@ -161,9 +161,14 @@ class Library:
     def multiplied(self, c: Case, x: np.ndarray) -> np.ndarray:
         """The rows of a product as the target multiplies them."""
         weight = next(t for t in c.types[1:] if t.layout in PACKED)
-        if "bf16" not in self.target.features or c.types[0].dtype != "f32" or weight.dtype == "f32":
-            return x
-        return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+        if weight.dtype in ("i8", "u4") and c.types[0].dtype == "f32" and "vnni" in self.target.features:
+            scale = np.abs(x).max(-1, keepdims=True) / np.float32(127)
+            ratio = np.divide(x, scale, out=np.zeros_like(x), where=scale > 0)
+            second = np.rint((ratio - np.rint(ratio)) * np.float32(254))
+            return (np.rint(ratio).astype(np.float64) + second / 254) * scale
+        if weight.dtype == "bf16" and "bf16" in self.target.features:
+            return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+        return x
 
     def _call(self, c, inputs, outputs, rows, threads, sizes) -> None:
         address = {

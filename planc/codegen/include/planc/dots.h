@@ -10,13 +10,6 @@ namespace planc {
 
 constexpr bool BF16_DOTS = true;
 
-PLANC_INLINE VecI minus_halves(VecI a, VecI b) { return {_mm512_sub_epi16(a.v, b.v)}; }
-// mask ? a : b for each bit.
-PLANC_INLINE VecI pick_bits(VecI mask, VecI a, VecI b) { return {_mm512_ternarylogic_epi32(mask.v, a.v, b.v, 0xca)}; }
-// table[half % 32] for each half.
-PLANC_INLINE VecI look_up_halves(const uint16_t (&table)[32], VecI halves) {
-    return {_mm512_permutexvar_epi16(halves.v, _mm512_loadu_si512(table))};
-}
 // sum + a.high * b.high + a.low * b.low over the two bf16 of each lane. Numbers below the normal ones count as zero.
 PLANC_INLINE Vec dot_bf16(VecI a, VecI b, Vec sum) {
     return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)};
@@ -29,9 +22,6 @@ PLANC_INLINE VecI bf16_pairs(Vec first, Vec second) {
 #else
 
 constexpr bool BF16_DOTS = false;
-PLANC_INLINE VecI minus_halves(VecI a, VecI) { return a; }
-PLANC_INLINE VecI pick_bits(VecI, VecI a, VecI) { return a; }
-PLANC_INLINE VecI look_up_halves(const uint16_t (&)[32], VecI halves) { return halves; }
 PLANC_INLINE Vec dot_bf16(VecI, VecI, Vec sum) { return sum; }
 PLANC_INLINE VecI bf16_pairs(Vec first, Vec) { return as_int(first); }
 
@@ -47,11 +37,27 @@ PLANC_INLINE Vec dot_bytes(VecI a, VecI b, Vec sum) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(a.v), "v"(b.v));
     return sum;
 }
+PLANC_INLINE int32_t sum_of_lanes(VecI a) {
+    int32_t lanes[LANES], sum = 0;
+    store_int(lanes, a);
+    for (int32_t lane : lanes) sum += lane;
+    return sum;
+}
+// The lowest byte of each lane; IN_TURN, of each eight first those at even places, then the others.
+template <bool IN_TURN>
+PLANC_INLINE void store_lowest_bytes(void* p, VecI a) {
+    __m128i bytes = _mm512_maskz_cvtepi32_epi8(0xffff, a.v);
+    if (IN_TURN) bytes = _mm_shuffle_epi8(bytes, _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
+    _mm_storeu_si128(static_cast<__m128i*>(p), bytes);
+}
 
 #else
 
 constexpr bool BYTE_DOTS = false;
 PLANC_INLINE Vec dot_bytes(VecI, VecI, Vec sum) { return sum; }
+PLANC_INLINE int32_t sum_of_lanes(VecI) { return 0; }
+template <bool>
+PLANC_INLINE void store_lowest_bytes(void*, VecI) {}
 
 #endif
 

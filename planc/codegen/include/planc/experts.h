@@ -72,7 +72,7 @@ class SlotRows {
 template <class Config>
 class ExpertLinear {
     using Format = typename Config::Format;
-    using Rows = KeptRows<SlotRows<Config>, Config::K, detail::FormOf<Format>>;
+    using Rows = detail::RowsOf<SlotRows<Config>, Config::K, Format>;
     using Tiles = LinearTiles<Config, Rows>;
     static constexpr int EXPERTS = Config::EXPERTS, SLOTS = Config::SLOTS, N = Config::N, K = Config::K;
     static constexpr int BLOCKS = (N + BLOCK - 1) / BLOCK;

@@ -121,9 +121,7 @@ struct AsBytes {  // i8 as it is; the weights have 128 more than they should, wh
             store_int(y + i / PER_FLOAT, x);
             total = dot_bytes(splat_int(0x01010101), x, total);
         });
-        int32_t lanes[LANES], sum = 0;
-        store_int(lanes, as_int(total));
-        for (int32_t lane : lanes) sum -= lane * 128;
+        const int32_t sum = -128 * sum_of_lanes(as_int(total));
         std::memcpy(y + APART - 1, &sum, sizeof sum);
     }
     template <int P, int APART>
@@ -150,6 +148,15 @@ struct AsBf16 {  // f32 rounded, or f8, in pairs of neighbours
         return k / PER_FLOAT + P;
     }
     static PLANC_INLINE Vec dot(VecI w, VecI x, Vec sum) { return dot_bf16(w, x, sum); }
+};
+
+// f32 in two digits of a byte: x = (one + two / 254) * the row's scale, 15 bits and more of the largest. Whole numbers that
+// multiply them are summed exactly, for each SUM_K of k by itself. Of eight k, those at even places come first where a
+// format's lines hold eight (GROUP): so its halves of bytes lie.
+struct AsDigits {
+    static constexpr int PER_FLOAT = 4, GROUP = 4, STEPS = 1, MOST_K = 2048, TILE_ROWS = 4, PANEL_FROM = 64;
+    static constexpr bool DOTS = true;
+    static constexpr float SECOND = 1.0f / 254.0f;
 };
 
 // WIDTH elements a row, kept in a Form.
@@ -214,6 +221,86 @@ class KeptRows<Base, WIDTH, AsTheyLie> : public Base {
     PLANC_INLINE auto tile(int row, int k) const {
         return Base::template tile<MR>(row, k);
     }
+};
+
+template <class Base, int WIDTH, class Format>
+class DigitRows : public Base {
+    static constexpr int MOST = detail::panel_k(WIDTH, AsDigits::MOST_K, detail::PANEL_UNIT);  // of a panel, whatever its unit
+
+   public:
+    // k that are summed on their own: those of a scale, or of a panel.
+    static constexpr int SUM_K = Format::SCALE_K ? Format::SCALE_K : detail::panel_k(WIDTH, AsDigits::MOST_K, LANES);
+    static constexpr bool SCALED = true;
+
+   private:
+    template <bool IN_PANELS>
+    static constexpr int APART = detail::apart(IN_PANELS ? MOST : WIDTH, AsDigits::PER_FLOAT);
+    // Both digits, then for each SUM_K what the sums of both begin with, then the scale.
+    template <bool IN_PANELS>
+    static constexpr int SUMS = 2 * (((IN_PANELS ? MOST : WIDTH) + SUM_K - 1) / SUM_K);
+    template <bool IN_PANELS>
+    static constexpr int STRIDE = 2 * APART<IN_PANELS> + (SUMS<IN_PANELS> + LANES) / LANES * LANES;
+
+   public:
+    explicit DigitRows(Base base) : Base(base) {}
+
+    template <bool IN_PANELS>
+    void prepare(Range rows, int k, int count) {
+        kept_ = detail::thread_floats(size_t(rows.end - rows.begin) * STRIDE<IN_PANELS>);
+        scales_ = kept_ + STRIDE<IN_PANELS> - 1;
+        stride_ = STRIDE<IN_PANELS>;
+        first_row_ = rows.begin;
+        first_k_ = k;
+        for (int row = rows.begin; row < rows.end; ++row) {
+            float* to = kept_ + int64_t(row - rows.begin) * STRIDE<IN_PANELS>;
+            const float scale = to[STRIDE<IN_PANELS> - 1] = detail::scale_of<WIDTH>(this->x(row), Codes<int8_t>::LIMIT);
+            for (int g = 0; g < count; g += SUM_K) {
+                int32_t sums[2];
+                put(this->x(row) + k + g, std::min(SUM_K, count - g), scale, to + g / AsDigits::PER_FLOAT, APART<IN_PANELS>, sums);
+                std::memcpy(to + 2 * APART<IN_PANELS> + 2 * (g / SUM_K), sums, sizeof sums);
+            }
+        }
+    }
+    PLANC_INLINE float scale(int row) const { return scales_[int64_t(row - first_row_) * stride_]; }
+
+    template <bool IN_PANELS>
+    struct Tile {
+        const float* row;
+        int from;
+        template <int P, int DIGIT>
+        PLANC_INLINE VecI dots(int m, int k) const {
+            return as_int(broadcast(row + m * STRIDE<IN_PANELS> + DIGIT * APART<IN_PANELS> + (from + k) / AsDigits::PER_FLOAT + P));
+        }
+        template <int DIGIT>
+        PLANC_INLINE VecI first(int m) const {
+            return as_int(broadcast(row + m * STRIDE<IN_PANELS> + 2 * APART<IN_PANELS> + 2 * (from / SUM_K) + DIGIT));
+        }
+    };
+    // k is where sums begin.
+    template <int MR, bool IN_PANELS>
+    PLANC_INLINE auto tile(int row, int k) const {
+        return Tile<IN_PANELS>{kept_ + int64_t(row - first_row_) * STRIDE<IN_PANELS>, k - first_k_};
+    }
+
+   private:
+    static PLANC_INLINE void put(const float* x, int count, float scale, float* y, int apart, int32_t (&sums)[2]) {
+        VecI total[2] = {splat_int(0), splat_int(0)};
+        for_each_vec(count, [&](int i, int n) PLANC_INLINED {
+            Vec left = detail::ratio_of<int8_t>(load_lanes(x + i, n), scale);
+            for (int digit = 0; digit < 2; ++digit) {
+                const Vec rounded = detail::round_nearest(left);
+                const VecI code = to_int(rounded);
+                store_lowest_bytes<Format::GROUP == 8>(y + digit * apart + i / AsDigits::PER_FLOAT, code);
+                total[digit] = total[digit] + code;
+                left = (left - rounded) * splat(1.0f / AsDigits::SECOND);
+            }
+        });
+        for (int digit = 0; digit < 2; ++digit) sums[digit] = -Format::BYTE_ZERO * sum_of_lanes(total[digit]);
+    }
+
+    float *kept_ = nullptr, *scales_ = nullptr;
+    int first_row_ = 0, first_k_ = 0;
+    int64_t stride_ = 0;
 };
 
 }  // namespace planc

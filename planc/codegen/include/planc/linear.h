@@ -4,7 +4,9 @@
 // number of rows decide where that happens and never change a bit. Where groups of k have a scale each, a group has an
 // accumulator of its own, which its scale adds to that of y. Codes times codes are summed as integers, exactly. Targets that
 // multiply pairs of bf16 (+bf16) round x to them and add a pair at once, in the order of their instruction; weights in bf16
-// and codes are exact in bf16. Partial sums wait in y between two blocks of k: an f32 store and load is exact.
+// and f8 are exact in bf16. Where bytes are multiplied (+vnni), whole numbers meet x in two digits of a byte, and what both
+// sum to exactly is added to y for each group, or each panel's k. Partial sums wait in y between two blocks of k: an f32
+// store and load is exact.
 #pragma once
 #include <algorithm>
 
@@ -55,8 +57,11 @@ struct PanelOf<Form, NV, true> {
 template <class Format>
 using FormOf = std::conditional_t<
     Format::INTEGERS, std::conditional_t<BYTE_DOTS, AsBytes, AsHalves>,
-    std::conditional_t<BF16_DOTS && !std::is_same_v<Format, PackedF32>, AsBf16,
-                       std::conditional_t<std::is_same_v<typename Format::X, float>, AsTheyLie, AsFloats>>>;
+    std::conditional_t<BYTE_DOTS && Format::DIGITS, AsDigits,
+                       std::conditional_t<BF16_DOTS && !std::is_same_v<Format, PackedF32>, AsBf16,
+                                          std::conditional_t<std::is_same_v<typename Format::X, float>, AsTheyLie, AsFloats>>>>;
+template <class Base, int WIDTH, class Format>
+using RowsOf = std::conditional_t<std::is_same_v<FormOf<Format>, AsDigits>, DigitRows<Base, WIDTH, Format>, KeptRows<Base, WIDTH, FormOf<Format>>>;
 
 // `accumulate` with all k of a line before the next line: what they share is then the one thing that registers must hold.
 template <class Source, class Tile, int MR, int NV>
@@ -128,6 +133,25 @@ PLANC_INLINE void accumulate_dots(Vec (&acc)[MR][NV], const Tile& x, const char*
     }
 }
 
+// acc[digit] += x's digit * w, integers in the lanes.
+template <class Source, class Tile, int MR, int NV>
+PLANC_INLINE void accumulate_digits(Vec (&acc)[2][MR][NV], const Tile& x, const char* w, int count, const Source (&source)[NV]) {
+    for (int k = 0; k < count; k += Source::GROUP, w += Source::STRIDE) {
+        if constexpr (Source::PREFETCH) {
+            PLANC_UNROLL for (int v = 0; v < NV; ++v) prefetch(w + PREFETCH_BYTES + v * LINE_BYTES);
+        }
+        unrolled<Source::GROUP / AsDigits::GROUP>([&](auto p) PLANC_INLINED {
+            VecI b[NV];
+            PLANC_UNROLL for (int v = 0; v < NV; ++v) b[v] = source[v].template dots<p.value>(w + v * LINE_BYTES);
+            PLANC_UNROLL for (int m = 0; m < MR; ++m) {
+                const VecI one = x.template dots<p.value, 0>(m, k), two = x.template dots<p.value, 1>(m, k);
+                PLANC_UNROLL for (int v = 0; v < NV; ++v) acc[0][m][v] = dot_bytes(b[v], one, acc[0][m][v]);
+                PLANC_UNROLL for (int v = 0; v < NV; ++v) acc[1][m][v] = dot_bytes(b[v], two, acc[1][m][v]);
+            }
+        });
+    }
+}
+
 }  // namespace detail
 
 // Where the parameters of a linear layer are: weight packed, scale and zeros f32 [N] or [K/SCALE_K, N], bias f32 [N]; null
@@ -145,7 +169,10 @@ class LinearTiles {
     using Form = detail::FormOf<Format>;
     static constexpr int PANEL_K = detail::panel_k(K, Form::MOST_K, SCALE_K == 0 ? LANES : SCALE_K);
     static_assert(SCALE_K <= detail::PANEL_UNIT);
+    static constexpr bool DIGITS = std::is_same_v<Form, AsDigits>;
+    static constexpr int ACCUMULATORS = DIGITS ? 8 : TILE_ACCUMULATORS;  // each of which has two digits then
     static constexpr int TILE_ROWS = std::min(Form::TILE_ROWS, MAX_TILE_ROWS);
+    static constexpr int PANEL_TILE_ROWS = std::min(TILE_ROWS, ACCUMULATORS / PANEL_VECS);
     static constexpr bool BIAS = Config::BIAS;
     // Whether the packed lines are a panel already.
     static constexpr bool IN_PLACE = Form::DOTS && std::is_same_v<Format, PackedBf16> && PANEL_VECS * LANES == BLOCK;
@@ -181,7 +208,7 @@ class LinearTiles {
 
    private:
     void run_columns(int rows, int tiles, int column, int vecs) const {
-        switch (tile_vecs((rows + tiles - 1) / tiles)) {
+        switch (tile_vecs((rows + tiles - 1) / tiles, ACCUMULATORS)) {
             case 4:
                 if (vecs == 4) return run_tiles<4>(rows, tiles, column, 1);
                 return run_tiles<2>(rows, tiles, column, 1);
@@ -220,7 +247,9 @@ class LinearTiles {
     // acc += x * w over k..k+count.
     template <class Source, bool PANEL, int MR, int NV>
     PLANC_INLINE void add_products(Vec (&acc)[MR][NV], int row, int column, int k, int count, const char* w) const {
-        if constexpr (SCALE_K == 0) {
+        if constexpr (DIGITS) {
+            add_digits<Source, PANEL>(acc, row, column, k, count, w);
+        } else if constexpr (SCALE_K == 0) {
             const auto x = rows_.template tile<MR, PANEL>(row, k);
             Source source[NV];
             if constexpr (Format::INTEGERS) {
@@ -236,6 +265,32 @@ class LinearTiles {
                 PLANC_UNROLL for (int v = 0; v < NV; ++v) take_zeros(source[v], column + v * LANES, k);
                 add_lines(part, rows_.template tile<MR, PANEL>(row, k), w, std::min(SCALE_K, end - k), source);
                 add_scaled(acc, part, column, k);
+            }
+        }
+    }
+
+    template <class Source, bool PANEL, int MR, int NV>
+    PLANC_INLINE void add_digits(Vec (&acc)[MR][NV], int row, int column, int k, int count, const char* w) const {
+        constexpr int SUM_K = Rows::SUM_K;
+        for (const int end = k + count; k < end; k += SUM_K, w += SUM_K / Source::GROUP * Source::STRIDE) {
+            const auto x = rows_.template tile<MR, PANEL>(row, k);
+            Vec part[2][MR][NV];
+            PLANC_UNROLL for (int m = 0; m < MR; ++m) {
+                PLANC_UNROLL for (int v = 0; v < NV; ++v) {
+                    part[0][m][v] = Format::ZEROS ? zero() : as_float(x.template first<0>(m));
+                    part[1][m][v] = Format::ZEROS ? zero() : as_float(x.template first<1>(m));
+                }
+            }
+            const Source source[NV] = {};
+            detail::accumulate_digits(part, x, w, std::min(SUM_K, end - k), source);
+            auto joined = [](VecI one, VecI two) PLANC_INLINED { return fma(to_float(two), splat(AsDigits::SECOND), to_float(one)); };
+            PLANC_UNROLL for (int m = 0; m < MR; ++m) {
+                const Vec sum_of_x = joined(x.template first<0>(m), x.template first<1>(m));
+                PLANC_UNROLL for (int v = 0; v < NV; ++v) {
+                    Vec sum = joined(as_int(part[0][m][v]), as_int(part[1][m][v]));
+                    if constexpr (Format::ZEROS) sum = sum - sum_of_x * of_group(from_.zeros, column + v * LANES, k);
+                    acc[m][v] = SCALE_K == 0 ? acc[m][v] + sum : fma(sum * splat(Format::BYTE_UNIT), of_group(from_.scale, column + v * LANES, k), acc[m][v]);
+                }
             }
         }
     }
@@ -276,7 +331,7 @@ class LinearTiles {
         const int count = std::min(PANEL_K, K - k);
         if constexpr (!IN_PLACE) unpack(unpacked, column, k, count);
         const char* const panel = IN_PLACE ? lines(column, k) : unpacked;
-        const int tiles = (rows.end - rows.begin + TILE_ROWS - 1) / TILE_ROWS;
+        const int tiles = (rows.end - rows.begin + PANEL_TILE_ROWS - 1) / PANEL_TILE_ROWS;
         for (int tile = 0; tile < tiles; ++tile) {
             const Range part = share(rows.end - rows.begin, tile, tiles);
             panel_rows({rows.begin + part.begin, rows.begin + part.end}, column, k, count, panel);
@@ -307,7 +362,7 @@ class LinearTiles {
         for (int v = 0; v < PANEL_VECS; ++v) {
             const char* line = w + v * LINE_BYTES;
             PackedSource source;
-            take_zeros(source, column + v * LANES, k);
+            if constexpr (!Form::DOTS) take_zeros(source, column + v * LANES, k);
             auto to = [&](int step) PLANC_INLINED { return panel + (step * PANEL_VECS + v) * LINE_BYTES; };
             if constexpr (Form::DOTS) {
                 unrolled<Format::GROUP / UnpackedSource::GROUP * Form::STEPS>([&](auto p) PLANC_INLINED {
@@ -325,7 +380,7 @@ class LinearTiles {
     template <int NV, class Body>
     PLANC_INLINE void with_rows(int rows, Body body) const {
         unrolled<TILE_ROWS>([&](auto i) PLANC_INLINED {
-            if constexpr ((i.value + 1) * NV <= TILE_ACCUMULATORS) {
+            if constexpr ((i.value + 1) * NV <= ACCUMULATORS) {
                 if (rows == i.value + 1) body(std::integral_constant<int, i.value + 1>{});
             }
         });
@@ -349,7 +404,7 @@ class LinearTiles {
     PLANC_INLINE Vec scaled(Vec sum, int row, Vec column_scale) const {
         if constexpr (Format::INTEGERS) sum = to_float(as_int(sum));
         if constexpr (SCALE_K == 0 && Format::SCALED && Rows::SCALED) {
-            return sum * splat(Format::UNIT) * (splat(rows_.scale(row)) * column_scale);
+            return sum * splat(DIGITS ? Format::BYTE_UNIT : Format::UNIT) * (splat(rows_.scale(row)) * column_scale);
         } else if constexpr (SCALE_K == 0 && Format::SCALED) {
             return sum * splat(Format::UNIT) * column_scale;
         } else if constexpr (Rows::SCALED) {
@@ -396,7 +451,7 @@ template <class Config>
 class Linear {
     static constexpr int N = Config::N;
     static constexpr int HALF_BLOCKS = (N + 31) / 32;  // a finer share than whole blocks, and still two lines long
-    using Rows = KeptRows<DenseRows<typename Config::Format::X, Config::X_STRIDE, N>, Config::K, detail::FormOf<typename Config::Format>>;
+    using Rows = detail::RowsOf<DenseRows<typename Config::Format::X, Config::X_STRIDE, N>, Config::K, typename Config::Format>;
     using Tiles = LinearTiles<Config, Rows>;
     static constexpr int PANELS = (N + Tiles::PANEL_COLUMNS - 1) / Tiles::PANEL_COLUMNS;
 

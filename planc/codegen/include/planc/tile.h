@@ -10,7 +10,9 @@ namespace planc {
 constexpr int MAX_TILE_ROWS = TILE_ACCUMULATORS < 6 ? TILE_ACCUMULATORS : 6;
 
 // Vectors beside `rows` rows so that all accumulators stay in registers.
-constexpr int tile_vecs(int rows) { return rows * 4 <= TILE_ACCUMULATORS ? 4 : rows * 2 <= TILE_ACCUMULATORS ? 2 : 1; }
+constexpr int tile_vecs(int rows, int accumulators = TILE_ACCUMULATORS) {
+    return rows * 4 <= accumulators ? 4 : rows * 2 <= accumulators ? 2 : 1;
+}
 
 // Calls body(std::integral_constant<int, I>) for I = 0..COUNT-1.
 template <int COUNT, int I = 0, class Body>
