@@ -1,11 +1,12 @@
 """Paged attention: against the float64 reference, and bit-equal alone, batched and in chunks of any size."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from planc.compiler.ir.ops import OPS
+from planc.compiler.ir.types import DTYPES
 from tests.kernels.harness import Case, Library, assert_close, assert_same_bits, case, f32, i32, random, tensor
 from tests.kernels.paged import Shape, empty_cache, page_table, slots
 
@@ -26,6 +27,10 @@ ROWS = {  # name -> geometry and what differs from the plain causal mask
         Shape(4, 2, 24, 24, dtype="bf16"),
         {"kind": "sliding", "window": 300, "softcap": 3.0, "sinks": True, "alibi": True},
     ),
+    "mha, bf16": (Shape(2, 2, 16, 16, dtype="bf16"), {}),
+    "gqa 3, bf16": (Shape(9, 3, 64, 64, dtype="bf16"), {}),
+    "sliding of one, bf16": (Shape(4, 2, 16, 8, dtype="bf16"), {"kind": "sliding", "window": 1}),
+    "odd widths, block 32, bf16": (Shape(4, 2, 35, 5, block=32, dtype="bf16"), {"kind": "sliding", "window": 33}),
     "mha, i8": (Shape(2, 2, 16, 16, dtype="i8"), {}),
     "mha, f8": (Shape(2, 2, 16, 16, dtype="f8e3m4"), {}),
     "gqa 3, i8": (Shape(9, 3, 64, 64, dtype="i8"), {}),
@@ -61,7 +66,9 @@ LENGTHS = [1, 15, 16, 17, 255, 256, 257, 300, 530]
 class World:
     """Sequences with their keys and values in the cache, and a query at every position."""
 
-    def __init__(self, s: Shape, lengths: Sequence[int]) -> None:
+    def __init__(
+        self, s: Shape, lengths: Sequence[int], of_value: Callable[[np.ndarray], np.ndarray] = np.array
+    ) -> None:
         self.shape, self.lengths = s, list(lengths)
         self.table, pages = page_table(self.lengths, s.block)
         self.cache = empty_cache(s, pages)
@@ -70,7 +77,7 @@ class World:
         append = {"op": OPS["kv_append"].ref, "attrs": s.cache}
         for i, n in enumerate(lengths):
             k, v = random(n, s.kv_heads, s.k_dim, seed=30 + i), random(n, s.kv_heads, s.v_dim, seed=60 + i)
-            append["op"](append["attrs"], [k, v, slots(self.table, i, np.arange(n), s.block), self.cache], [])
+            append["op"](append["attrs"], [k, of_value(v), slots(self.table, i, np.arange(n), s.block), self.cache], [])
 
     def step(self, parts: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
         """Inputs of a step over (sequence, first position, end position)."""
@@ -89,13 +96,24 @@ class World:
         return library.run(c, given, tokens, threads=threads, sizes=sizes)[0]
 
 
+def reference(c: Case, world: World, parts: Sequence[tuple[int, int, int]]) -> np.ndarray:
+    return OPS[c.op].ref(dict(c.attrs), world.step(parts) + world.per_head(c), c.types)[0]
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_close_to_float64(library: Library, name: str) -> None:
+    """Where pairs of bf16 are multiplied, the query is rounded, and each weight by at most 2^-8 of itself."""
     c, world = CASES[name], World(ROWS[name][0], LENGTHS)
     parts = [(i, max(0, n - 9), n) for i, n in enumerate(LENGTHS)]
-    given = world.step(parts) + world.per_head(c)
-    (want,) = OPS[c.op].ref(dict(c.attrs), given, c.types)
-    assert_close(world.run(library, c, parts), want, 1e-5, name)
+    magnitudes = World(ROWS[name][0], LENGTHS, np.abs)
+    pairs = "bf16" in library.target.features and ROWS[name][0].dtype != "f32"
+    if pairs:
+        world.q = magnitudes.q = [q.astype(DTYPES["bf16"]).astype(np.float32) for q in world.q]
+    got, want = world.run(library, c, parts), reference(c, world, parts)
+    if pairs:
+        rounding = 2**-8 * reference(c, magnitudes, parts)
+        want = np.clip(got, want - rounding, want + rounding)
+    assert_close(got, want, 1e-5, name)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -111,7 +129,7 @@ def test_chunks_batches_and_threads_change_no_bit(library: Library, name: str) -
             assert_same_bits(world.run(library, c, [(0, a, b)], threads), whole[a:b], f"{name}, {a}..{b}")
 
 
-@pytest.mark.parametrize("name", ["mha", "mha, i8", "mha, f8"])
+@pytest.mark.parametrize("name", ["mha", "mha, bf16", "mha, i8", "mha, f8"])
 def test_keys_after_the_query_may_hold_anything(library: Library, name: str) -> None:
     """A later token's key and value change nothing, be they infinite."""
     c, world = CASES[name], World(ROWS[name][0], [300])
@@ -121,7 +139,7 @@ def test_keys_after_the_query_may_hold_anything(library: Library, name: str) -> 
     assert_same_bits(world.run(library, c, [(0, 250, 270)]), before)
 
 
-@pytest.mark.parametrize("name", ["mha", "mha, i8", "mha, f8"])
+@pytest.mark.parametrize("name", ["mha", "mha, bf16", "mha, i8", "mha, f8"])
 @pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
 def test_a_nan_reaches_those_who_see_it_and_no_others(library: Library, name: str, part: int) -> None:
     """One element of head 1 at position 260 is a NaN: neither head 0 nor earlier tokens change."""

@@ -4,13 +4,14 @@
 //
 // Keys are walked in chunks of 256 absolute positions. A chunk gives (peak, sum, weighted values) of its own: scores,
 // their peak, exponentials, the sum in 16 lanes (lane = position % 16), values added in order of position. Chunks join in
-// order. Rows (token, query head) that share a KV head run together in registers, which never changes a row's bits.
+// order. Rows (token, query head) that share a KV head run together in registers, which never changes a row's bits. Where
+// values are multiplied in pairs of positions (attention_operands.h), an even one begins a pair, whichever a row sees.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
-#include "planc/kv.h"
+#include "planc/attention_operands.h"
 #include "planc/tile.h"
 #include "planc/vecmath.h"
 
@@ -32,17 +33,18 @@ struct AttentionInputs {
 
 namespace detail {
 
-constexpr int CHUNK = 256;      // positions that are summed on their own
-constexpr int AHEAD = 64;       // positions that are asked of memory before their turn: pages lie far apart
-constexpr int LINE = 64;        // bytes that come together
-constexpr int TILE_ROWS = 24;   // (token, head) rows that walk a chunk of K and V while it is in the cache
+constexpr int CHUNK = 256;     // positions that are summed on their own
+constexpr int AHEAD = 64;      // positions that are asked of memory before their turn: pages lie far apart
+constexpr int LINE = 64;       // bytes that come together
+constexpr int TILE_ROWS = 96;  // (token, head) rows, at most, that walk a chunk of K and V while it is in the cache
+constexpr int TILES = 4;       // of each thread, if there are rows enough: with fewer, more threads wait for the last
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 // The state of one row's softmax over the chunks so far.
 template <int WIDTH>
 struct RowState {
-    float peak = -std::numeric_limits<float>::infinity();
-    float sum = 0.0f;
-    alignas(64) float values[WIDTH] = {};
+    float peak, sum;
+    alignas(64) float values[WIDTH];
 };
 
 }  // namespace detail
@@ -51,18 +53,18 @@ struct RowState {
 template <class Config>
 class PagedAttention {
     using Element = typename Config::Element;
+    using Ops = Operands<Config>;
     static constexpr bool SCALED = Codes<Element>::SCALED;
-    static constexpr int K_DIM = Config::K_DIM, V_DIM = Config::V_DIM, BLOCK_SIZE = Config::BLOCK_SIZE;
+    static constexpr int V_DIM = Config::V_DIM, BLOCK_SIZE = Config::BLOCK_SIZE, STEP = Ops::STEP;
+    static constexpr bool PAIRED = Ops::PAIRED;
     static constexpr int GROUP = Config::HEADS / Config::KV_HEADS;
-    static constexpr int TILE_TOKENS = std::max(1, detail::TILE_ROWS / GROUP);
+    // Tokens of a tile: as few as fill the registers, to as many as divide into those.
+    static constexpr int FULL_TOKENS = std::max(1, MAX_TILE_ROWS / GROUP);
+    static constexpr int TILE_TOKENS = std::max(1, detail::TILE_ROWS / GROUP / FULL_TOKENS) * FULL_TOKENS;
     // Rows in registers: a token's query heads in equal parts (all that decode has), and as many as fit.
     static constexpr int FEW = (GROUP + (GROUP - 1) / MAX_TILE_ROWS) / ((GROUP - 1) / MAX_TILE_ROWS + 1);
-    // Whether rows so few are those of decode, which reads the cache once: the others find it in their own caches.
-    template <int MR>
-    static constexpr bool STREAMS = MR <= FEW;
-    static constexpr int VALUE_VECS = (V_DIM + LANES - 1) / LANES;
-    static constexpr int WIDTH = VALUE_VECS * LANES;
-    static_assert(BLOCK_SIZE % LANES == 0 && detail::CHUNK % LANES == 0);
+    static constexpr int VALUE_VECS = Ops::VALUE_VECS, WIDTH = VALUE_VECS * LANES;
+    static_assert(BLOCK_SIZE % LANES == 0 && detail::CHUNK % (2 * LANES) == 0);
     using State = detail::RowState<WIDTH>;
 
     // One row of a tile: its query, its softmax state, and the half-open range of positions that it sees.
@@ -73,12 +75,25 @@ class PagedAttention {
         float slope;
     };
 
+    // A chunk of K and V as operands, made once for all rows of a tile.
+    struct Packed {
+        alignas(64) float keys[detail::CHUNK / LANES][Ops::KEY_STEPS][LANES];
+        alignas(64) float values[detail::CHUNK / STEP][WIDTH];
+    };
+
+    // Where a tile's keys and values are. A token alone reads them from the pages, since it does so once.
+    struct Source {
+        const int32_t* pages;
+        int head;
+        Packed* packed;
+    };
+
     // A chunk's scores, then probabilities, of MR rows, and the part of the chunk that each row sees.
     template <int MR>
     struct Chunk {
         int base;
         int begin[MR], end[MR];
-        float peak[MR], sum[MR];
+        alignas(64) float peak[LANES], sum[LANES];
         alignas(64) float p[MR][detail::CHUNK];
         alignas(64) float values[MR][WIDTH];
     };
@@ -88,10 +103,12 @@ class PagedAttention {
 
     // Tiles go to threads in turn, since later tiles of a prompt see more keys.
     void run(int thread, int threads) const {
+        const int share = in_.query_start[in_.seqs] * Config::KV_HEADS / (threads * detail::TILES) / FULL_TOKENS * FULL_TOKENS;
+        const int tokens = std::clamp(share, FULL_TOKENS, TILE_TOKENS);
         int item = 0;
         for (int s = 0; s < in_.seqs; ++s) {
-            for (int t = in_.query_start[s]; t < in_.query_start[s + 1]; t += TILE_TOKENS) {
-                const int end = std::min(t + TILE_TOKENS, in_.query_start[s + 1]);
+            for (int t = in_.query_start[s]; t < in_.query_start[s + 1]; t += tokens) {
+                const int end = std::min(t + tokens, in_.query_start[s + 1]);
                 for (int head = 0; head < Config::KV_HEADS; ++head) {
                     if (item++ % threads == thread) run_tile(s, {t, end}, head);
                 }
@@ -101,47 +118,102 @@ class PagedAttention {
 
    private:
     void run_tile(int seq, Range tokens, int head) const {
-        State states[TILE_TOKENS * GROUP];
-        Row rows[TILE_TOKENS * GROUP];
+        constexpr int ROWS = TILE_TOKENS * GROUP;
+        alignas(64) float queries[ROWS][PAIRED ? Ops::QUERY_WIDTH : 1];
+        State states[ROWS];
+        Row rows[ROWS];
         const int count = (tokens.end - tokens.begin) * GROUP;
-        int first = std::numeric_limits<int>::max(), last = 0;
-        for (int i = 0; i < count; ++i) {
-            rows[i] = make_row(tokens.begin + i / GROUP, head * GROUP + i % GROUP, &states[i]);
-            first = std::min(first, rows[i].begin);
-            last = std::max(last, rows[i].end - 1);
+        const auto token = [&](int i) { return tokens.begin + i / GROUP; };
+        const auto query_head = [&](int i) { return head * GROUP + i % GROUP; };
+        for (int i = 0; i < count; ++i) rows[i] = make_row(token(i), query_head(i), queries[i], states[i]);
+        Source from = {in_.page_table + int64_t(seq) * in_.table_stride, head, nullptr};
+        if (PAIRED && count > std::max(MAX_TILE_ROWS, GROUP)) {
+            run_packed(rows, count, from);
+        } else {
+            run_chunks<false>(rows, count, from);
         }
-        const int32_t* pages = in_.page_table + int64_t(seq) * in_.table_stride;
-        for (int chunk = first / detail::CHUNK; chunk <= last / detail::CHUNK; ++chunk) {
-            for (int at = 0; at < count;) {
-                if (count - at > FEW) {
-                    at += run_chunk<MAX_TILE_ROWS>(rows + at, count - at, chunk * detail::CHUNK, pages, head);
-                } else {
-                    at += run_chunk<FEW>(rows + at, count - at, chunk * detail::CHUNK, pages, head);
-                }
-            }
-        }
-        for (int i = 0; i < count; ++i) finish(tokens.begin + i / GROUP, head * GROUP + i % GROUP, states[i]);
+        for (int i = 0; i < count; ++i) finish(token(i), query_head(i), states[i]);
     }
 
-    Row make_row(int token, int head, State* state) const {
+    Row make_row(int token, int head, float* rounded, State& state) const {
         const int position = in_.positions[token];
         int begin = 0;
         if constexpr (Config::MASK == MaskKind::SLIDING) begin = std::max(0, position - Config::WINDOW + 1);
         if constexpr (Config::MASK == MaskKind::CHUNKED) begin = position / Config::WINDOW * Config::WINDOW;
         const float* q = in_.q + int64_t(token) * Config::Q_ROW + int64_t(head) * Config::Q_HEAD;
-        return {q, state, begin, position + 1, Config::ALIBI ? in_.slopes[head] : 0.0f};
+        if constexpr (PAIRED) {
+            Ops::round_query(q, rounded);
+            q = rounded;
+        }
+        state.peak = detail::NEVER;
+        state.sum = 0.0f;
+        std::memset(state.values, 0, sizeof state.values);
+        return {q, &state, begin, position + 1, Config::ALIBI ? in_.slopes[head] : 0.0f};
+    }
+
+    // Apart from run_tile, whose stack stays small for decode.
+    __attribute__((noinline)) void run_packed(const Row* rows, int count, Source from) const {
+        Packed packed;
+        from.packed = &packed;
+        run_chunks<PAIRED>(rows, count, from);
+    }
+
+    template <bool PACKED>
+    void run_chunks(const Row* rows, int count, const Source& from) const {
+        const Range all = seen(rows, count, 0, std::numeric_limits<int>::max());
+        for (int base = all.begin / detail::CHUNK * detail::CHUNK; base < all.end; base += detail::CHUNK) {
+            if constexpr (PACKED) pack(from, base, seen(rows, count, base, detail::CHUNK));
+            for (int at = 0; at < count;) {
+                if (count - at > FEW) {
+                    at += run_chunk<MAX_TILE_ROWS, PACKED>(rows + at, count - at, base, from);
+                } else {
+                    at += run_chunk<FEW, PACKED>(rows + at, count - at, base, from);
+                }
+            }
+        }
+    }
+
+    // The `length` positions from `base` on, less those before and after what any of the rows sees.
+    static Range seen(const Row* rows, int count, int base, int length) {
+        Range all = {length, 0};
+        for (int i = 0; i < count; ++i) {
+            const Range own = {std::max(rows[i].begin - base, 0), std::min(rows[i].end - base, length)};
+            if (own.begin >= own.end) continue;
+            all = {std::min(all.begin, own.begin), std::max(all.end, own.end)};
+        }
+        return all;
+    }
+
+    // Makes operands of a part of the chunk from position `base` on.
+    void pack(const Source& from, int base, Range part) const {
+        for (int j = part.begin / LANES * LANES; j < part.end; j += LANES) {
+            const Element* key = key_at(from, base + j);
+            for (int i = 0; i < Ops::KEY_STEPS; ++i) store(from.packed->keys[j / LANES][i], Ops::key(key, i));
+            const Element* value = value_at(from, base + j);
+            for (int i = 0; i < LANES / STEP; ++i) {
+                float* to = from.packed->values[j / STEP + i];
+                PLANC_UNROLL for (int v = 0; v < VALUE_VECS; ++v) store(to + v * LANES, Ops::value(value + i * STEP * V_DIM, v));
+            }
+        }
+    }
+
+    PLANC_INLINE const Element* key_at(const Source& from, int position) const {
+        return Cache<Config>::key(in_.cache.keys, from.pages[position / BLOCK_SIZE], from.head, position % BLOCK_SIZE);
+    }
+    PLANC_INLINE const Element* value_at(const Source& from, int position) const {
+        return Cache<Config>::value(in_.cache.values, from.pages[position / BLOCK_SIZE], from.head, position % BLOCK_SIZE);
     }
 
     // Runs up to MR of `count` rows over one chunk and returns how many; the last row fills up for missing ones.
-    template <int MR>
-    int run_chunk(const Row* from, int count, int base, const int32_t* pages, int head) const {
+    template <int MR, bool PACKED>
+    int run_chunk(const Row* given, int count, int base, const Source& from) const {
         const int used = std::min(count, MR);
         Row rows[MR];
         Chunk<MR> c;
         c.base = base;
         int first = detail::CHUNK, last = 0;
         for (int m = 0; m < MR; ++m) {
-            rows[m] = from[std::min(m, used - 1)];
+            rows[m] = given[std::min(m, used - 1)];
             c.begin[m] = std::max(rows[m].begin - base, 0);
             c.end[m] = std::min(rows[m].end - base, detail::CHUNK);
             if (c.begin[m] >= c.end[m]) continue;
@@ -149,64 +221,64 @@ class PagedAttention {
             last = std::max(last, c.end[m]);
         }
         if (first >= last) return used;
-        score(c, rows, pages, head, first, last);
-        exponentiate(c, pages, head, first, last);
-        weigh_all(c, pages, head);
-        for (int m = 0; m < used; ++m) {
-            if (c.begin[m] < c.end[m]) join(*rows[m].state, c.peak[m], c.sum[m], c.values[m]);
-        }
+        score<MR, PACKED>(c, rows, from, first, last);
+        exponentiate(c, from, first, last);
+        weigh_all<MR, PACKED>(c, from);
+        join(rows, c, used);
         return used;
     }
 
     // Masked scores of positions first..last and each row's peak.
-    template <int MR>
-    void score(Chunk<MR>& c, const Row* rows, const int32_t* pages, int head, int first, int last) const {
+    template <int MR, bool PACKED>
+    void score(Chunk<MR>& c, const Row* rows, const Source& from, int first, int last) const {
         constexpr int NB = tile_vecs(MR);
         Vec peak[MR];
-        for (int m = 0; m < MR; ++m) peak[m] = splat(-std::numeric_limits<float>::infinity());
+        for (int m = 0; m < MR; ++m) peak[m] = splat(detail::NEVER);
         int j = first;
-        for (; j + NB * LANES <= last; j += NB * LANES) score_blocks<MR, NB>(c, rows, pages, head, j, {first, last}, peak);
-        for (; j < last; j += LANES) score_blocks<MR, 1>(c, rows, pages, head, j, {first, last}, peak);
+        for (; j + NB * LANES <= last; j += NB * LANES) score_blocks<MR, NB, PACKED>(c, rows, from, j, {first, last}, peak);
+        for (; j < last; j += LANES) score_blocks<MR, 1, PACKED>(c, rows, from, j, {first, last}, peak);
         for (int m = 0; m < MR; ++m) c.peak[m] = max(peak[m]);
     }
 
     // Where 16 keys from position j of the chunk on begin; beyond its part, as many of the part's values from its first on.
-    PLANC_INLINE const char* key_or_value(int base, int j, Range part, const int32_t* pages, int head) const {
-        const bool key = j < part.end;
-        const int position = base + (key ? j : std::min(part.begin + j - part.end, part.end - 1));
-        const int page = pages[position / BLOCK_SIZE], slot = position % BLOCK_SIZE;
-        return reinterpret_cast<const char*>(key ? Cache<Config>::key(in_.cache.keys, page, head, slot)
-                                                 : Cache<Config>::value(in_.cache.values, page, head, slot));
+    PLANC_INLINE const char* key_or_value(const Source& from, int base, int j, Range part) const {
+        if (j < part.end) return reinterpret_cast<const char*>(key_at(from, base + j));
+        return reinterpret_cast<const char*>(value_at(from, base + std::min(part.begin + j - part.end, part.end - 1)));
     }
 
-    template <int MR, int NB>
-    PLANC_INLINE void score_blocks(Chunk<MR>& c, const Row* rows, const int32_t* pages, int head, int j, Range part,
-                                   Vec (&peak)[MR]) const {
+    template <int MR, int NB, bool PACKED>
+    PLANC_INLINE void score_blocks(Chunk<MR>& c, const Row* rows, const Source& from, int j, Range part, Vec (&peak)[MR]) const {
         const Element* key[NB];
         const float* q[MR];
         Vec acc[MR][NB] = {}, scale[NB];
         for (int b = 0; b < NB; ++b) {
             const int position = c.base + j + b * LANES;
-            key[b] = Cache<Config>::key(in_.cache.keys, pages[position / BLOCK_SIZE], head, position % BLOCK_SIZE);
-            scale[b] = scales(in_.cache.key_scales, position, pages, head, Config::SCALE);
+            if constexpr (!PACKED) key[b] = key_at(from, position);
+            scale[b] = scales(in_.cache.key_scales, position, from, Config::SCALE);
         }
         for (int m = 0; m < MR; ++m) q[m] = rows[m].q;
         [[maybe_unused]] const char* ahead[NB];
-        if constexpr (STREAMS<MR>) {
-            for (int b = 0; b < NB; ++b) ahead[b] = key_or_value(c.base, j + b * LANES + detail::AHEAD, part, pages, head);
+        if constexpr (STREAMS<MR, PACKED>) {
+            for (int b = 0; b < NB; ++b) ahead[b] = key_or_value(from, c.base, j + b * LANES + detail::AHEAD, part);
         }
-        for (int d = 0; d < K_DIM; ++d) {
-            if constexpr (STREAMS<MR>) {
-                constexpr int STEP = BLOCK_SIZE * int(sizeof(Element));  // bytes from a d to the next
+        for (int i = 0; i < Ops::KEY_STEPS; ++i) {
+            if constexpr (STREAMS<MR, PACKED>) {
+                constexpr int BYTES = STEP * BLOCK_SIZE * int(sizeof(Element));  // from a step to the next
                 PLANC_UNROLL for (int b = 0; b < NB; ++b) {
-                    if (d * STEP % detail::LINE == 0) prefetch(ahead[b] + d * STEP);
+                    if (i * BYTES % detail::LINE == 0) prefetch_l2(ahead[b] + i * BYTES);
                 }
             }
             Vec k[NB];
-            PLANC_UNROLL for (int b = 0; b < NB; ++b) k[b] = load_as_float(key[b] + int64_t(d) * BLOCK_SIZE);
+            PLANC_UNROLL for (int b = 0; b < NB; ++b) {
+                if constexpr (PACKED) {
+                    k[b] = load(from.packed->keys[j / LANES + b][i]);
+                } else {
+                    k[b] = Ops::key(key[b], i);
+                }
+            }
             PLANC_UNROLL for (int m = 0; m < MR; ++m) {
-                const Vec qd = broadcast(q[m] + d);
-                PLANC_UNROLL for (int b = 0; b < NB; ++b) acc[m][b] = fma(qd, k[b], acc[m][b]);
+                const Vec qi = broadcast(q[m] + i);
+                PLANC_UNROLL for (int b = 0; b < NB; ++b) acc[m][b] = Ops::multiply_add(qi, k[b], acc[m][b]);
             }
         }
         PLANC_UNROLL for (int m = 0; m < MR; ++m) {
@@ -220,11 +292,11 @@ class PagedAttention {
     }
 
     // `factor` times the scales of 16 positions from `position` on, for codes as they are widened.
-    static PLANC_INLINE Vec scales(void* part, int position, const int32_t* pages, int head, float factor) {
+    static PLANC_INLINE Vec scales(void* part, int position, const Source& from, float factor) {
         if constexpr (!SCALED) {
             return splat(factor);
         } else {
-            const float* at = Cache<Config>::scale(part, pages[position / BLOCK_SIZE], head, position % BLOCK_SIZE);
+            const float* at = Cache<Config>::scale(part, from.pages[position / BLOCK_SIZE], from.head, position % BLOCK_SIZE);
             return load(at) * splat(factor / Codes<Element>::UNIT);
         }
     }
@@ -244,77 +316,95 @@ class PagedAttention {
     // Lanes begin..end of a score, -infinity elsewhere.
     static PLANC_INLINE Vec masked(Vec s, int begin, int end) {
         if (begin <= 0 && end >= LANES) return s;
-        const Vec never = splat(-std::numeric_limits<float>::infinity());
+        const Vec never = splat(detail::NEVER);
         const VecI lane = iota();
         return select(less(lane, splat_int(begin)), never, select(less(lane, splat_int(end)), s, never));
     }
 
     // Scores become exp(score - peak), times the scale of the value that they weigh; the sum is without it.
     template <int MR>
-    void exponentiate(Chunk<MR>& c, const int32_t* pages, int head, int first, int last) const {
+    void exponentiate(Chunk<MR>& c, const Source& from, int first, int last) const {
         for (int m = 0; m < MR; ++m) {
             if (c.begin[m] >= c.end[m]) continue;
             const Vec peak = splat(c.peak[m]);
             Vec total = zero();
-            for (int j = first; j < last; j += LANES) {
-                const Vec e = exp(load(c.p[m] + j) - peak);
-                store(c.p[m] + j, SCALED ? e * scales(in_.cache.value_scales, c.base + j, pages, head, 1.0f) : e);
+            const auto weight = [&](int j) PLANC_INLINED {
+                const Vec e = exp_below_zero(load(c.p[m] + j) - peak);
                 total = total + e;
+                return SCALED ? e * scales(in_.cache.value_scales, c.base + j, from, 1.0f) : e;
+            };
+            if constexpr (PAIRED) {  // pairs of two vectors are one, and take the place of scores that were read
+                for (int j = first / (2 * LANES) * 2 * LANES; j < last; j += 2 * LANES) {
+                    const Vec low = j < first ? zero() : weight(j), high = j + LANES < last ? weight(j + LANES) : zero();
+                    store(c.p[m] + j / 2, Ops::round_pairs(low, high));
+                }
+            } else {
+                for (int j = first; j < last; j += LANES) store(c.p[m] + j, weight(j));
             }
             c.sum[m] = sum(total);
         }
     }
 
-    // values[m] = sum of p[m][j] V[j], j ascending over what row m sees. Positions that all rows see run together; the
-    // others may hold anything, so that not even a zero weight may touch them.
-    template <int MR>
-    void weigh_all(Chunk<MR>& c, const int32_t* pages, int head) const {
+    // values[m] = sum of p[m][j] V[j], j ascending over what row m sees. Steps whose positions all rows see run together;
+    // the other positions may hold anything, so that not even a zero weight may touch them.
+    template <int MR, bool PACKED>
+    void weigh_all(Chunk<MR>& c, const Source& from) const {
         std::memset(c.values, 0, sizeof c.values);
-        const int begin = *std::max_element(c.begin, c.begin + MR), end = *std::min_element(c.end, c.end + MR);
+        const int begin = (*std::max_element(c.begin, c.begin + MR) + STEP - 1) / STEP * STEP;
+        const int end = *std::min_element(c.end, c.end + MR) / STEP * STEP;
         if (begin >= end) {
-            for (int m = 0; m < MR; ++m) weigh<1>(c.p + m, c.values + m, {c.begin[m], c.end[m]}, c.base, pages, head);
+            for (int m = 0; m < MR; ++m) weigh<1, PACKED, true>(c.p + m, c.values + m, {c.begin[m], c.end[m]}, c.base, from);
             return;
         }
-        for (int m = 0; m < MR; ++m) weigh<1>(c.p + m, c.values + m, {c.begin[m], begin}, c.base, pages, head);
-        weigh<MR>(c.p, c.values, {begin, end}, c.base, pages, head);
-        for (int m = 0; m < MR; ++m) weigh<1>(c.p + m, c.values + m, {end, c.end[m]}, c.base, pages, head);
+        for (int m = 0; m < MR; ++m) weigh<1, PACKED, true>(c.p + m, c.values + m, {c.begin[m], begin}, c.base, from);
+        weigh<MR, PACKED, false>(c.p, c.values, {begin, end}, c.base, from);
+        for (int m = 0; m < MR; ++m) weigh<1, PACKED, true>(c.p + m, c.values + m, {end, c.end[m]}, c.base, from);
     }
 
-    template <int MR>
-    void weigh(const float (*p)[detail::CHUNK], float (*values)[WIDTH], Range part, int base, const int32_t* pages, int head) const {
+    // EDGES: a step may have positions outside of the part.
+    template <int MR, bool PACKED, bool EDGES>
+    void weigh(const float (*p)[detail::CHUNK], float (*values)[WIDTH], Range part, int base, const Source& from) const {
         if (part.begin >= part.end) return;
         constexpr int NV = tile_vecs(MR), TILED = VALUE_VECS / NV * NV;
-        for (int v = 0; v < TILED; v += NV) weigh_vecs<MR, NV>(p, values, v, part, base, pages, head);
-        for (int v = TILED; v < VALUE_VECS; ++v) weigh_vecs<MR, 1>(p, values, v, part, base, pages, head);
+        for (int v = 0; v < TILED; v += NV) weigh_vecs<MR, NV, PACKED, EDGES>(p, values, v, part, base, from);
+        for (int v = TILED; v < VALUE_VECS; ++v) weigh_vecs<MR, 1, PACKED, EDGES>(p, values, v, part, base, from);
     }
 
-    template <int MR, int NV>
+    template <int MR, int NV, bool PACKED, bool EDGES>
     PLANC_INLINE void weigh_vecs(const float (*p)[detail::CHUNK], float (*values)[WIDTH], int first, Range part, int base,
-                                 const int32_t* pages, int head) const {
+                                 const Source& from) const {
         Vec acc[MR][NV] = {};
         PLANC_UNROLL for (int m = 0; m < MR; ++m) {
             PLANC_UNROLL for (int v = 0; v < NV; ++v) acc[m][v] = load(values[m] + (first + v) * LANES);
         }
-        for (int j = part.begin; j < part.end;) {
-            const int slot = (base + j) % BLOCK_SIZE, stop = std::min(part.end, j + BLOCK_SIZE - slot);
-            const Element* row = Cache<Config>::value(in_.cache.values, pages[(base + j) / BLOCK_SIZE], head, slot);
-            const Element* ahead = row;
-            if constexpr (STREAMS<MR>) {
-                const int then = base + std::min(j + detail::AHEAD, part.end - 1);
-                ahead = Cache<Config>::value(in_.cache.values, pages[then / BLOCK_SIZE], head, then % BLOCK_SIZE);
-            }
-            for (; j < stop; ++j, row += V_DIM) {
-                if constexpr (STREAMS<MR>) {
-                    const char* line = reinterpret_cast<const char*>(ahead + first * LANES);
-                    PLANC_UNROLL for (int at = 0; at < NV * LANES * int(sizeof(Element)); at += detail::LINE) prefetch(line + at);
-                    ahead += V_DIM;
+        for (int j = part.begin / STEP * STEP; j < part.end;) {
+            const int stop = std::min(part.end, PACKED ? detail::CHUNK : j + BLOCK_SIZE - (base + j) % BLOCK_SIZE);
+            [[maybe_unused]] const Element *row = nullptr, *ahead = nullptr;
+            if constexpr (!PACKED) row = value_at(from, base + j);
+            if constexpr (STREAMS<MR, PACKED>) ahead = value_at(from, base + std::min(j + detail::AHEAD, part.end - 1));
+            for (; j < stop; j += STEP) {
+                if constexpr (STREAMS<MR, PACKED>) {
+                    PLANC_UNROLL for (int s = 0; s < STEP; ++s, ahead += V_DIM) {
+                        const char* line = reinterpret_cast<const char*>(ahead + first * LANES);
+                        constexpr int BYTES = NV * LANES * int(sizeof(Element));
+                        PLANC_UNROLL for (int at = 0; at < BYTES; at += detail::LINE) prefetch_l2(line + at);
+                    }
                 }
                 Vec x[NV];
-                PLANC_UNROLL for (int v = 0; v < NV; ++v) x[v] = load_value(row, first + v);
-                PLANC_UNROLL for (int m = 0; m < MR; ++m) {
-                    const Vec weight = broadcast(p[m] + j);
-                    PLANC_UNROLL for (int v = 0; v < NV; ++v) acc[m][v] = fma(weight, x[v], acc[m][v]);
+                PLANC_UNROLL for (int v = 0; v < NV; ++v) {
+                    if constexpr (PACKED) {
+                        x[v] = load(from.packed->values[j / STEP] + (first + v) * LANES);
+                    } else {
+                        x[v] = Ops::value(row, first + v);
+                    }
+                    if constexpr (EDGES) x[v] = Ops::only(x[v], j, part);
                 }
+                PLANC_UNROLL for (int m = 0; m < MR; ++m) {
+                    Vec weight = broadcast(p[m] + j / STEP);
+                    if constexpr (EDGES) weight = Ops::only(weight, j, part);
+                    PLANC_UNROLL for (int v = 0; v < NV; ++v) acc[m][v] = Ops::multiply_add(weight, x[v], acc[m][v]);
+                }
+                if constexpr (!PACKED) row += STEP * V_DIM;
             }
         }
         PLANC_UNROLL for (int m = 0; m < MR; ++m) {
@@ -322,38 +412,49 @@ class PagedAttention {
         }
     }
 
-    static PLANC_INLINE Vec load_value(const Element* row, int v) {
-        if (V_DIM % LANES == 0 || v + 1 < VALUE_VECS) return load_as_float(row + v * LANES);
-        return load_as_float(row + v * LANES, V_DIM % LANES);
-    }
-
-    // Adds a chunk to a row's state, both rescaled to the larger peak.
-    static void join(State& state, float peak, float total, const float* values) {
-        const float top = std::max(state.peak, peak);
-        const Vec old = exp(splat(state.peak - top)), now = exp(splat(peak - top));
-        for (int v = 0; v < VALUE_VECS; ++v) {
-            float* to = state.values + v * LANES;
-            store(to, fma(load(to), old, load(values + v * LANES) * now));
+    // Adds a chunk to its rows' states, both rescaled to the larger peak.
+    template <int MR>
+    static void join(const Row* rows, const Chunk<MR>& c, int used) {
+        alignas(64) float peak[LANES] = {}, old[LANES] = {}, now[LANES] = {}, sums[LANES] = {};
+        for (int m = 0; m < MR; ++m) {
+            const State& state = *rows[m].state;
+            peak[m] = std::max(state.peak, c.peak[m]);
+            old[m] = state.peak - peak[m];
+            now[m] = c.peak[m] - peak[m];
+            sums[m] = state.sum;
         }
-        state.sum = first_lane(fma(splat(state.sum), old, splat(total) * now));
-        state.peak = top;
-    }
-
-    static PLANC_INLINE float first_lane(Vec x) {
-        float lanes[LANES];
-        store(lanes, x);
-        return lanes[0];
+        store(old, exp_below_zero(load(old)));
+        store(now, exp_below_zero(load(now)));
+        store(sums, fma(load(sums), load(old), load(c.sum) * load(now)));
+        for (int m = 0; m < used; ++m) {
+            if (c.begin[m] >= c.end[m]) continue;
+            State& state = *rows[m].state;
+            state.peak = peak[m];
+            state.sum = sums[m];
+            for (int v = 0; v < WIDTH; v += LANES) {
+                const Vec more = load(c.values[m] + v) * broadcast(now + m);
+                store(state.values + v, fma(load(state.values + v), broadcast(old + m), more));
+            }
+        }
     }
 
     void finish(int token, int head, State& state) const {
+        Vec total = splat(state.sum), factor = splat(1.0f);
         if constexpr (Config::SINKS) {
-            alignas(64) const float nothing[WIDTH] = {};
-            join(state, in_.sinks[head], 1.0f, nothing);
+            const float sink = in_.sinks[head], top = std::max(state.peak, sink);
+            factor = exp_below_zero(splat(state.peak - top));
+            total = fma(total, factor, exp_below_zero(splat(sink - top)));
         }
         float* y = y_ + (int64_t(token) * Config::HEADS + head) * V_DIM;
-        const Vec total = splat(state.sum);
-        for_each_vec(V_DIM, [&](int i, int n) PLANC_INLINED { store_lanes(y + i, load(state.values + i) / total, n); });
+        for_each_vec(V_DIM, [&](int i, int n) PLANC_INLINED {
+            const Vec x = load(state.values + i);
+            store_lanes(y + i, (Config::SINKS ? x * factor : x) / total, n);
+        });
     }
+
+    // Whether keys and values come from memory: only there are they asked for ahead.
+    template <int MR, bool PACKED>
+    static constexpr bool STREAMS = !PACKED && MR <= FEW;
 
     const AttentionInputs& in_;
     float* const y_;

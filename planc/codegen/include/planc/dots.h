@@ -18,12 +18,22 @@ PLANC_INLINE Vec dot_bf16(VecI a, VecI b, Vec sum) {
 PLANC_INLINE VecI bf16_pairs(Vec first, Vec second) {
     return {(__m512i)_mm512_cvtne2ps_pbh(second.v, first.v)};
 }
+// Two rows of sixteen bf16 side by side: lane i holds first[i] (low half) and second[i].
+PLANC_INLINE VecI bf16_zip(const uint16_t* first, const uint16_t* second) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,  //
+                                           23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    if (second == first + LANES) return {_mm512_permutexvar_epi16(order, _mm512_loadu_si512(first))};
+    const auto half = [](const uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); };
+    const __m512i both = _mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(half(first)), half(second), 1);
+    return {_mm512_permutexvar_epi16(order, both)};
+}
 
 #else
 
 constexpr bool BF16_DOTS = false;
 PLANC_INLINE Vec dot_bf16(VecI, VecI, Vec sum) { return sum; }
 PLANC_INLINE VecI bf16_pairs(Vec first, Vec) { return as_int(first); }
+PLANC_INLINE VecI bf16_zip(const uint16_t*, const uint16_t*) { return splat_int(0); }
 
 #endif
 

@@ -31,6 +31,9 @@ constexpr int LANES = 16;
 
 namespace planc {
 
+// For memory in scattered pieces: the second-level cache waits for more lines at a time than the first does.
+PLANC_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 PLANC_INLINE Vec zero() { return splat(0.0f); }
 
 // A 32-bit lane of a "k2" line holds column c's k (low half) and k+1 (high half) in bf16; each widens to f32 exactly.
