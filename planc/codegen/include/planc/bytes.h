@@ -7,6 +7,10 @@ namespace planc {
 #if defined(__AVX512F__) && defined(__AVX512BW__) && !defined(PLANC_PORTABLE)
 
 PLANC_INLINE void store_int(void* p, VecI a) { _mm512_storeu_si512(p, a.v); }
+// The lowest byte of each lane.
+PLANC_INLINE void narrow_u8(void* p, VecI a) {
+    _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_maskz_cvtepi32_epi8(0xffff, a.v));
+}
 
 // Copies of the sign come in from the left.
 template <int BITS>
@@ -42,6 +46,14 @@ PLANC_INLINE void store_int(void* p, VecI a) {
     _mm256_storeu_si256(static_cast<__m256i*>(p), a.lo);
     _mm256_storeu_si256(static_cast<__m256i*>(p) + 1, a.hi);
 }
+// The lowest byte of each lane.
+PLANC_INLINE void narrow_u8(void* p, VecI a) {
+    const __m256i low = _mm256_set1_epi32(0xff);
+    const __m256i halves = _mm256_packus_epi32(_mm256_and_si256(a.lo, low), _mm256_and_si256(a.hi, low));
+    const __m256i bytes = _mm256_packus_epi16(halves, halves);  // of lo and hi by turns, four lanes each
+    const __m256i in_order = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
+    _mm_storeu_si128(static_cast<__m128i*>(p), _mm256_castsi256_si128(in_order));
+}
 
 // Copies of the sign come in from the left.
 template <int BITS>
@@ -74,6 +86,12 @@ PLANC_INLINE VecI look_up_bytes(const int8_t (&table)[16], VecI codes) {
 typedef uint8_t UBytes __attribute__((vector_size(16)));
 
 PLANC_INLINE void store_int(void* p, VecI a) { PLANC_EACH(i) std::memcpy(static_cast<char*>(p) + 16 * i, &a.v[i], 16); }
+// The lowest byte of each lane.
+PLANC_INLINE void narrow_u8(void* p, VecI a) {
+    int32_t lanes[LANES];
+    store_int(lanes, a);
+    for (int i = 0; i < LANES; ++i) static_cast<uint8_t*>(p)[i] = uint8_t(lanes[i]);
+}
 
 // Copies of the sign come in from the left.
 template <int BITS>

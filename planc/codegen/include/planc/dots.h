@@ -53,12 +53,10 @@ PLANC_INLINE int32_t sum_of_lanes(VecI a) {
     for (int32_t lane : lanes) sum += lane;
     return sum;
 }
-// The lowest byte of each lane; IN_TURN, of each eight first those at even places, then the others.
-template <bool IN_TURN>
-PLANC_INLINE void store_lowest_bytes(void* p, VecI a) {
-    __m128i bytes = _mm512_maskz_cvtepi32_epi8(0xffff, a.v);
-    if (IN_TURN) bytes = _mm_shuffle_epi8(bytes, _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
-    _mm_storeu_si128(static_cast<__m128i*>(p), bytes);
+// The lowest byte of each lane: of each eight first those at even places, then the others.
+PLANC_INLINE void narrow_u8_in_turn(void* p, VecI a) {
+    const __m128i turn = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    _mm_storeu_si128(static_cast<__m128i*>(p), _mm_shuffle_epi8(_mm512_maskz_cvtepi32_epi8(0xffff, a.v), turn));
 }
 
 #else
@@ -66,8 +64,7 @@ PLANC_INLINE void store_lowest_bytes(void* p, VecI a) {
 constexpr bool BYTE_DOTS = false;
 PLANC_INLINE Vec dot_bytes(VecI, VecI, Vec sum) { return sum; }
 PLANC_INLINE int32_t sum_of_lanes(VecI) { return 0; }
-template <bool>
-PLANC_INLINE void store_lowest_bytes(void*, VecI) {}
+PLANC_INLINE void narrow_u8_in_turn(void*, VecI) {}
 
 #endif
 

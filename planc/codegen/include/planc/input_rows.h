@@ -132,7 +132,7 @@ struct AsBytes {  // i8 as it is; the weights have 128 more than they should, wh
 };
 
 struct AsBf16 {  // f32 rounded, or f8, in pairs of neighbours
-    static constexpr int PER_FLOAT = 2, SECTIONS = 1, GROUP = 2, STEPS = 1, MOST_K = 640, TILE_ROWS = 6, PANEL_FROM = 7;
+    static constexpr int PER_FLOAT = 2, SECTIONS = 1, GROUP = 2, STEPS = 1, MOST_K = 1536, TILE_ROWS = 6, PANEL_FROM = 7;
     static constexpr bool DOTS = true;
     static PLANC_INLINE Vec widen(const float* x) { return load(x); }
     static PLANC_INLINE Vec widen(const F8* codes) { return load_as_float(codes) * splat(1.0f / Codes<F8>::UNIT); }
@@ -290,7 +290,12 @@ class DigitRows : public Base {
             for (int digit = 0; digit < 2; ++digit) {
                 const Vec rounded = detail::round_nearest(left);
                 const VecI code = to_int(rounded);
-                store_lowest_bytes<Format::GROUP == 8>(y + digit * apart + i / AsDigits::PER_FLOAT, code);
+                float* const to = y + digit * apart + i / AsDigits::PER_FLOAT;
+                if constexpr (Format::GROUP == 8) {
+                    narrow_u8_in_turn(to, code);
+                } else {
+                    narrow_u8(to, code);
+                }
                 total[digit] = total[digit] + code;
                 left = (left - rounded) * splat(1.0f / AsDigits::SECOND);
             }

@@ -6,6 +6,7 @@
 #pragma once
 #include <type_traits>
 
+#include "planc/bytes.h"
 #include "planc/vecmath.h"
 
 namespace planc {
@@ -84,14 +85,10 @@ PLANC_INLINE float scale_of(const float* x, float limit) {
 // Codes of ratios that the scale has divided already: `n` of them, `stride` elements apart.
 template <class Element>
 PLANC_INLINE void put_codes(Vec ratio, Element* to, int64_t stride, int n) {
-    uint16_t codes[LANES] = {};
-    narrow_u16(codes, Codes<Element>::of(ratio) & splat_int(0xff));
+    const VecI codes = Codes<Element>::of(ratio);
+    if (stride == 1 && n == LANES) return narrow_u8(to, codes);
     uint8_t bytes[LANES];
-    for (int lane = 0; lane < LANES; ++lane) bytes[lane] = uint8_t(codes[lane]);
-    if (stride == 1 && n == LANES) {
-        std::memcpy(to, bytes, LANES);
-        return;
-    }
+    narrow_u8(bytes, codes);
     for (int lane = 0; lane < n; ++lane) std::memcpy(to + lane * stride, bytes + lane, 1);
 }
 
