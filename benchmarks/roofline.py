@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.common import row
 from planc.compiler.bench import BF16, DOTS, FMA, READ, Limits
 from planc.plans import store
-from planc.plans.host import usable_cpus
+from planc.plans.host import usable_cores
 from planc.runtime.cpu import CpuExecutor
 
 
@@ -27,7 +27,7 @@ def limits(root: Path, threads: int, seconds: float) -> Limits:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path)
-    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, usable_cpus()}))
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, usable_cores()}))
     parser.add_argument("--seconds", type=float, default=0.5)
     args = parser.parse_args()
     for threads in args.threads:

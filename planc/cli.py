@@ -213,7 +213,7 @@ def pack(**flags: Any) -> None:
 
 @main.command()
 @click.option("--arch", multiple=True, help="A causal-LM type of transformers; may be repeated. [default: all]")
-@click.option("--jobs", type=int, help="Types at a time. [default: the CPUs that this process may use]")
+@click.option("--jobs", type=int, help="Types at a time. [default: the cores that this process may use]")
 @click.option("--shard", metavar="I/N", help="Check the I-th of N parts of the list, counted from 1.")
 @click.option("--limit", type=float, default=300.0, show_default=True, help="Seconds that one type may take.")
 @click.option("--json", "as_json", is_flag=True)
@@ -291,7 +291,7 @@ def export(**flags: Any) -> None:
 
 @main.command()
 @click.argument("plan", type=PLAN)
-@click.option("--threads", type=int, help="Threads of a step. [default: the CPUs that this process may use]")
+@click.option("--threads", type=int, help="Threads of a step. [default: the cores that this process may use]")
 @click.option("--emulate", is_flag=True, help="Run the kernels of a GPU's plan on this CPU, against references.")
 @click.option("--kernels", is_flag=True, help="With --emulate: each kernel by itself, also of a small model.")
 @click.option(
@@ -341,7 +341,7 @@ def _emulated(plan: Path, seed: int, kernels: bool) -> bool:
 @click.option("--batch", type=int, multiple=True, metavar="N", help="Sequences of a decode step; may be repeated.")
 @click.option("--input-len", type=int, help="Tokens of a prompt, and before a decode step; 512 if the plan has them.")
 @click.option("--output-len", type=int, help="Decode steps of each batch; 32 if the plan has them.")
-@click.option("--threads", type=int, help="Threads; by default the CPUs that this process may use.")
+@click.option("--threads", type=int, help="Threads; by default the cores that this process may use.")
 @click.option("--json", "as_json", is_flag=True)
 @_build_extra
 def bench(
@@ -398,7 +398,7 @@ def tune(**flags: Any) -> None:
 @click.option("--apply-chat-template", is_flag=True, help="Ask as a user's turn of a conversation.")
 @click.option("--include-path", type=click.Path(path_type=Path), help="A folder with more tasks.")
 @click.option("--output", type=click.Path(path_type=Path), help="Write the harness's results there, as JSON.")
-@click.option("--threads", type=int, help="Threads of a step. [default: the CPUs that this process may use]")
+@click.option("--threads", type=int, help="Threads of a step. [default: the cores that this process may use]")
 def accuracy(**flags: Any) -> None:
     """Serve a plan to lm-evaluation-harness and print its scores."""
     from planc.runtime.harness import HarnessOptions, evaluate
@@ -444,7 +444,7 @@ def diff(a: Path, b: Path) -> None:
     help="Share of the available memory that weights, activations and KV cache may take.",
 )
 @click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True)
-@click.option("--threads", type=int, help="Threads of a step. [default: the CPUs that this process may use]")
+@click.option("--threads", type=int, help="Threads of a step. [default: the cores that this process may use]")
 @click.option(
     "--shutdown-timeout",
     type=int,

@@ -17,7 +17,7 @@ from planc.compiler.ir.graph import Graph, Node
 from planc.compiler.ir.ops import OPS
 from planc.errors import PlancError, UsageError
 from planc.plans import store
-from planc.plans.host import usable_cpus
+from planc.plans.host import usable_cores
 from planc.plans.schema import Plan
 from planc.runtime.batch import Piece, packed
 from planc.runtime.cpu import CpuExecutor, check_threads
@@ -119,7 +119,7 @@ def bench(root: Path, request: Request, say: Callable[[str], None] = lambda line
     plan = store.load(root)
     sizes = _checked(root, plan, request)
     check_threads(request.threads)
-    threads = request.threads or usable_cpus()
+    threads = request.threads or usable_cores()
     graph = text.read(root / store.GRAPH)
     pages = -(-(sizes.input_len + sizes.output_len) // plan.kv.block_size)
     _check_memory(root, plan, max(sizes.batches) * pages)

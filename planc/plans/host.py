@@ -19,6 +19,7 @@ CPU_FLAGS: dict[str, tuple[str, ...]] = {
 }
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 @lru_cache(maxsize=1)
@@ -52,12 +53,34 @@ def available_bytes() -> int:
 
 def usable_cpus() -> int:
     """CPUs that this process may use, at least 1: its affinity, and no more than its cgroup's quota."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return _within_quota(len(_allowed()))
+
+
+def usable_cores() -> int:
+    """Physical cores among those CPUs: kernels that keep a core busy gain nothing from a second thread on it."""
+    return _within_quota(len({_siblings(cpu) for cpu in _allowed()}))
+
+
+def _allowed() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def _siblings(cpu: int) -> str:
+    """The CPUs that share a core with this one; itself where the system does not tell."""
+    try:
+        return (CPU_TOPOLOGY / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def _within_quota(cpus: int) -> int:
     try:
         quota, period = CPU_QUOTA.read_text().split()
-        return max(1, min(allowed, math.ceil(int(quota) / int(period))))
+        return max(1, min(cpus, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):  # no cgroup, or no quota ("max")
-        return allowed
+        return cpus
 
 
 def cache_dir() -> Path:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planc.errors import PlancError, UsageError
-from planc.plans.host import missing_flags, usable_cpus
+from planc.plans.host import missing_flags, usable_cores
 from planc.plans.schema import Plan
 from planc.plans.store import MANIFEST, sha256
 from planc.runtime.batch import Batch, Int32
@@ -46,8 +46,8 @@ class _CBatch(ctypes.Structure):
 class CpuExecutor:
     """Runs a plan's program. Raises PlancError when this CPU lacks the plan's ISA or a file is missing or corrupt.
 
-    num_threads is by default the CPUs that this process may use; UsageError when it is less than 1. Of a plan of
-    several ranks it is one, and must `join` the others before the first step (see ranks.py).
+    num_threads is by default the physical cores that this process may use; UsageError when it is less than 1. Of a
+    plan of several ranks it is one, and must `join` the others before the first step (see ranks.py).
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CpuExecutor:
         self._arena = _anonymous(plan.program.arena_bytes, "activations")
         self._kv = _anonymous(num_blocks * plan.kv.page_bytes, "the KV cache")
         self._logits = _logits_view(self._arena, plan)
-        self._names, self._num_threads = plan.program.weights, num_threads or usable_cpus()
+        self._names, self._num_threads = plan.program.weights, num_threads or usable_cores()
         self._handle = self._open({})
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
@@ -209,7 +209,7 @@ def check_file(root: Path, plan: Plan, name: str) -> None:
 def check_threads(num_threads: int | None) -> None:
     """UsageError for fewer threads than one."""
     if num_threads is not None and num_threads < 1:
-        raise UsageError(f"--threads is {num_threads}, expected at least 1; leave it out to use every CPU")
+        raise UsageError(f"--threads is {num_threads}, expected at least 1; leave it out to use every core")
 
 
 def _check_target(target: str) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planc.errors import PlancError
-from planc.plans.host import usable_cpus
+from planc.plans.host import usable_cores
 from planc.plans.schema import Plan
 from planc.runtime.batch import Batch
 from planc.runtime.cpu import CpuExecutor, check_threads
@@ -71,7 +71,7 @@ class RankedExecutor:
     def __init__(self, root: Path, plan: Plan, num_blocks: int, num_threads: int | None = None) -> None:
         check_threads(num_threads)
         self._ranks, self._lock = plan.limits.ranks, threading.Lock()
-        each = max(1, (num_threads or usable_cpus()) // self._ranks)
+        each = max(1, (num_threads or usable_cores()) // self._ranks)
         self._own = CpuExecutor(root, plan, num_blocks, each)
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, plan.kv.block_size, plan.limits.vocab_size
         self._followers: list[_Follower] = []
