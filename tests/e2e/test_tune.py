@@ -17,8 +17,9 @@ from planc.codegen.cuda.tiles import tiles_of
 from planc.compiler.build import BuildRequest, build
 from planc.compiler.ir import text
 from planc.compiler.progress import Progress
-from planc.compiler.tune import TuneRequest, tune
+from planc.compiler.tune import tune
 from planc.compiler.tune_measure import race
+from planc.compiler.tune_request import TuneRequest
 from planc.emulator import driver
 from planc.emulator.device import State
 from planc.emulator.run import device_of
@@ -140,12 +141,13 @@ def test_a_tuning_file_that_cannot_be_used_is_named_before_any_work(plan: Path, 
     assert not out.exists()
 
 
-def test_a_plan_for_another_target_or_gpu_is_refused(plan: Path, tmp_path: Path) -> None:
+def test_a_plan_for_another_target_or_gpu_is_refused(plan: Path, tmp_path: Path, monkeypatch) -> None:
     other = tmp_path / "plan"
     other.mkdir()
     made = store.load(plan)
-    store.seal(other, replace(made, target="cpu:portable"))
-    with pytest.raises(UsageError, match="is a plan for cpu:portable: planc tune measures plans for GPUs"):
+    monkeypatch.setattr("planc.plans.host.cpu_flags", frozenset)
+    store.seal(other, replace(made, target="cpu:x86-64-v4+amx"))
+    with pytest.raises(PlancError, match="is for cpu:x86-64-v4.amx, and this CPU lacks "):
         tuned(other, tmp_path / "t.json", 1)
     for name in ("graph.ir", "kernels/launches.json"):
         (other / name).parent.mkdir(exist_ok=True)
@@ -154,6 +156,8 @@ def test_a_plan_for_another_target_or_gpu_is_refused(plan: Path, tmp_path: Path)
     with pytest.raises(PlancError, match="for h200 with 132 SMs, this GPU is an emulated sm_90 with 1"):
         tuned(other, tmp_path / "t.json", 1)
     assert CliRunner().invoke(main, ["tune", str(plan), "--seconds", "0"]).exit_code == 2
+    threads = CliRunner().invoke(main, ["tune", str(plan), "--threads", "2"])
+    assert (threads.exit_code, "--threads is not for a plan for cuda:sm_90a" in threads.output) == (2, True)
 
 
 @pytest.mark.slow
