@@ -138,6 +138,7 @@ class _Bench:
 
     def _library(self, job: _Job, blockings: Sequence[Blocking]) -> ctypes.CDLL:
         """The product's kernels in so many blockings, in a library that runs them by number."""
+        self._check_time()
         target = parse(self.plan.target)
         kernels = [choose(job.node, job.types, target, constants(blocking)) for blocking in blockings]
         buffers = len(arguments(job.node, job.types, target))
