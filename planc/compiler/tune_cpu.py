@@ -7,7 +7,7 @@ of each choice together. What is not clearly faster, or has other bits, is not t
 import ctypes
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -109,7 +109,7 @@ class _Bench:
             self.progress.say(f"{job.product} is left out: its weights take more than half of the free memory")
             return None
         alone = self._ratios(job, subject, variants(job.product))
-        finals = dict.fromkeys((Blocking(), *_best(alone)))
+        finals = dict.fromkeys((Blocking(), *best_of(alone)))
         ratios = self._ratios(job, subject, tuple(finals)) if len(finals) > 1 else {Blocking(): 1.0}
         winner = min(ratios, key=lambda blocking: ratios[blocking])
         if ratios[winner] > _CLEARLY:
@@ -157,12 +157,12 @@ def _sources(kernels: Sequence[Kernel], buffers: int) -> dict[str, str]:
     return {f"{k.name}.cpp": kernel_source(k) for k in kernels} | {"race.cpp": race_source}
 
 
-def _best(alone: dict[Blocking, float]) -> Iterator[Blocking]:
+def best_of(alone: Mapping[Blocking, float]) -> Iterator[Blocking]:
     """The best single choice, and the best of every choice together, as far as they seem to gain anything."""
-    gains = sorted((ratio, blocking.given) for blocking, ratio in alone.items() if ratio <= _PERHAPS)
+    gains = sorted((b for b, ratio in alone.items() if ratio <= _PERHAPS), key=lambda b: alone[b])
     together = Blocking()
-    for _, given in reversed(gains):  # the best comes last, and stays
-        together = replace(together, **given)
+    for blocking in reversed(gains):  # the best comes last, and stays
+        together = replace(together, **blocking.given)
     if gains:
-        yield Blocking(**gains[0][1])
+        yield gains[0]
         yield together

@@ -1,7 +1,8 @@
 """Kernels of one product side by side on this CPU: in goes a library of them, out come their times over the first's.
 
 Launches are repeated on one copy of the weights after another, so that no cache holds them as none would in a step. The
-kernels run in turn, and the median of what each takes over the first in the same round counts.
+kernels run in turn. What each takes over the first is the median over the rounds, or the ratio of the best of each
+where that is larger: other programs on the machine may spoil either.
 """
 
 import ctypes
@@ -90,12 +91,21 @@ def race(library: ctypes.CDLL, subject: Subject, count: int, deadline: float) ->
         repeats = max(1, min(_REPEATS, int(_LONG / max(first, 1e-6))))
         rounds: list[list[float]] = []
         while len(rounds) < _ROUNDS and time.monotonic() < deadline:
-            rounds.append([run.seconds(kernel, rows, repeats) if same[kernel] else 0.0 for kernel in range(count)])
+            took = [0.0] * count
+            for kernel in range(count):
+                at = (kernel + len(rounds)) % count  # each has every place in the round
+                took[at] = run.seconds(at, rows, repeats) if same[at] else 0.0
+            rounds.append(took)
         if len(rounds) < _LEAST_ROUNDS:
             return None
         for kernel, found in enumerate(ratios):
-            found.append(statistics.median(took[kernel] / took[0] for took in rounds))
+            found.append(ratio_of([took[kernel] for took in rounds], [took[0] for took in rounds]))
     return [statistics.mean(found) if ok else None for found, ok in zip(ratios, same, strict=True)]
+
+
+def ratio_of(some: Sequence[float], first: Sequence[float]) -> float:
+    """The time of a kernel over that of the first, by their seconds in each round."""
+    return max(statistics.median(a / b for a, b in zip(some, first, strict=True)), min(some) / min(first))
 
 
 class _Run:
