@@ -375,7 +375,7 @@ def bench(
 )
 @click.option("--best", type=int, help="Of a GPU: tiles to run of each product, beside the plan's. [default: 4]")
 @click.option("--device", type=int, help="The GPU's number. [default: 0]")
-@click.option("--threads", type=int, help="Of a CPU: threads. [default: the CPUs that this process may use]")
+@click.option("--threads", type=int, help="Of a CPU: threads. [default: the cores that this process may use]")
 @_build_extra
 def tune(**flags: Any) -> None:
     """Measure how to cut a plan's products on this machine's CPU or GPU, for `planc build --tuning`."""

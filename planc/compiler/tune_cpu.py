@@ -25,7 +25,7 @@ from planc.compiler.tune_cpu_measure import Subject, race
 from planc.compiler.tune_request import TuneRequest
 from planc.errors import PlancError
 from planc.plans import store, tuning
-from planc.plans.host import available_bytes, cpu_name, missing_flags, usable_cpus
+from planc.plans.host import available_bytes, cpu_name, missing_flags, usable_cores
 from planc.plans.schema import Plan
 from planc.plans.tuning import Blocking, CpuEntry, CpuProduct, Tuning
 
@@ -63,7 +63,7 @@ def tune_cpu(
     made: list[CpuEntry] = []
     jobs = _jobs(text.read(request.plan / store.GRAPH))
     jobs.sort(key=lambda job: ((plan.target, job.product) in entries, -job.moved))
-    threads = request.threads or usable_cpus()
+    threads = request.threads or usable_cores()
     with tempfile.TemporaryDirectory(prefix="planc-tune-") as folder:
         bench = _Bench(plan, threads, Path(folder), deadline, progress)
         try:

@@ -15,7 +15,7 @@ from planc.runtime.cpu import check_threads
 @dataclass(frozen=True)
 class TuneRequest:
     """`best` tiles of each product are run on GPU number `device`, beside the plan's own; blockings of a CPU are run on
-    `threads` threads. None is the default: 4 tiles, the first GPU, all CPUs.
+    `threads` threads. None is the default: 4 tiles, the first GPU, all cores.
     """
 
     plan: Path
