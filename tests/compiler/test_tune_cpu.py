@@ -15,7 +15,8 @@ def test_the_best_of_each_choice_are_tried_alone_and_together() -> None:
         Blocking(chunk_rows=96): 1.2,
         Blocking(tile_rows=4): 0.9,
     }
-    assert list(best_of(alone)) == [Blocking(panel_from=24), Blocking(panel_from=24, tile_rows=4)]
+    together = Blocking(panel_from=24, tile_rows=4)
+    assert list(best_of(alone)) == [Blocking(panel_from=24), Blocking(panel_from=8), together]
     assert list(best_of({Blocking(): 1.0, Blocking(tile_rows=4): 0.995})) == []
 
 
