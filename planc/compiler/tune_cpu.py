@@ -158,7 +158,7 @@ def _sources(kernels: Sequence[Kernel], buffers: int) -> dict[str, str]:
 
 
 def best_of(alone: Mapping[Blocking, float]) -> Iterator[Blocking]:
-    """The best two of one choice, and the best of every choice together, as far as they seem to gain anything."""
+    """The two fastest, and the best of every choice together, as far as they seem to gain anything."""
     gains = sorted((b for b, ratio in alone.items() if ratio <= _PERHAPS), key=lambda b: alone[b])
     together = Blocking()
     for blocking in reversed(gains):  # the best comes last, and stays
