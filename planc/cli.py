@@ -154,7 +154,7 @@ def _tell(out: Path, plan: "Plan") -> None:
 @click.option(
     "--auto-mixed", is_flag=True, help="Where that is exceeded, store the worst modules wider until it is not."
 )
-@click.option("--tuning", type=PLAN, metavar="FILE", help="Tiles of a GPU's products that `planc tune` measured.")
+@click.option("--tuning", type=PLAN, metavar="FILE", help="How to cut products, as `planc tune` measured.")
 @click.option(
     "--seed",
     type=int,
@@ -371,22 +371,23 @@ def bench(
     type=PLAN,
     default=Path("tuning.json"),
     show_default=True,
-    help="The file; what it says of other products and GPUs stays.",
+    help="The file; what it says of other products and targets stays.",
 )
-@click.option("--best", type=int, default=4, show_default=True, help="Tiles to run of each product, beside the plan's.")
-@click.option("--device", type=int, default=0, show_default=True, help="The GPU's number.")
+@click.option("--best", type=int, help="Of a GPU: tiles to run of each product, beside the plan's. [default: 4]")
+@click.option("--device", type=int, help="The GPU's number. [default: 0]")
+@click.option("--threads", type=int, help="Of a CPU: threads. [default: the cores that this process may use]")
 @_build_extra
 def tune(**flags: Any) -> None:
-    """Measure tiles of a plan's products on this machine's GPU, for `planc build --tuning`."""
+    """Measure how to cut a plan's products on this machine's CPU or GPU, for `planc build --tuning`."""
     from planc.compiler.progress import Progress
-    from planc.compiler.tune import TuneRequest
     from planc.compiler.tune import tune as measure
+    from planc.compiler.tune_request import TuneRequest
 
     _end_as_an_interrupt_does()
     request = TuneRequest(**flags)
     with Progress() as progress:
         made = measure(request, progress)
-    click.echo(f"{request.out}: {len(made)} tiles measured")
+    click.echo(f"{request.out}: {len(made)} products measured")
 
 
 @main.command()

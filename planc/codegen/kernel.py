@@ -6,7 +6,7 @@ A kernel is a template and constants. Its name is made from all of them, so equa
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isinf, isnan
 from typing import Any
 
@@ -136,8 +136,10 @@ def layouts(node: Node, types: Types, target: Target) -> tuple[str, ...]:
     return tuple(row.layout(i, t) for i, t in enumerate(types))
 
 
-def choose(node: Node, types: Types, target: Target) -> Kernel:
-    """The kernel for a node whose inputs have `types`. PlancError says what exists for the op when none fits."""
+def choose(node: Node, types: Types, target: Target, tuned: tuple[Constant, ...] = ()) -> Kernel:
+    """The kernel for a node whose inputs have `types`, its Config with what was `tuned` besides. PlancError says what
+    exists for the op when none fits.
+    """
     row = _row(node, types, target)
     wrong = [i for i, t in enumerate(types) if not row.takes(i, t)]
     if wrong:
@@ -147,6 +149,7 @@ def choose(node: Node, types: Types, target: Target) -> Kernel:
             "the select pass puts inputs into the layout that `layouts` names"
         )
     design = row.design(node, types)
+    design = replace(design, constants=(*design.constants, *tuned))
     return Kernel(_name(node.op, design), node.op, row.template, design)
 
 

@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
+from planc.codegen.cpu_blocking import Blockings, constants, product_of
 from planc.codegen.kernel import Argument, Kernel, arguments, choose
 from planc.codegen.render import kernel_source, render
 from planc.codegen.target import Target
@@ -73,17 +75,19 @@ class Program:
         return render("step.cpp.jinja", variables)
 
 
-def program(graph: Graph, target: Target, limits: Mapping[str, int]) -> Program:
+def program(
+    graph: Graph, target: Target, limits: Mapping[str, int], blockings: Blockings = MappingProxyType({})
+) -> Program:
     """The program of a graph that the select and memory passes have been over.
 
-    `limits` holds the largest T, S and R of a step. PlancError names a node that no kernel runs, or a value without
-    an address.
+    `limits` holds the largest T, S and R of a step, `blockings` how some products are to be cut. PlancError
+    names a node that no kernel runs, or a value without an address.
     """
     nodes = [n for n in graph.nodes if not OPS[n.op].view]
     used = {name for n in nodes for name in n.inputs}
     weights = tuple(w.name for w in graph.weights if w.name in used)
     refs = _refs(graph, weights)
-    launches = tuple(_launch(n, graph, target, refs) for n in nodes)
+    launches = tuple(_launch(n, graph, target, refs, blockings) for n in nodes)
     logits = graph.producers[graph.outputs[0]]
     address = next(v.addr for v in logits.outputs if v.name == graph.outputs[0])
     if address is None:
@@ -100,9 +104,10 @@ def _refs(graph: Graph, weights: tuple[str, ...]) -> dict[str, tuple[str, int]]:
     return refs
 
 
-def _launch(n: Node, graph: Graph, target: Target, refs: Mapping[str, tuple[str, int]]) -> Launch:
+def _launch(n: Node, graph: Graph, target: Target, refs: Mapping[str, tuple[str, int]], blockings: Blockings) -> Launch:
     types = [graph.types[i] for i in n.inputs]
-    kernel = choose(n, types, target)
+    product = product_of(n, types)
+    kernel = choose(n, types, target, constants(blockings.get(product) if product else None))
     buffers = tuple(_buffer(a, n, refs) for a in arguments(n, types, target))
     buffers += ("planc::group()",) if OPS[n.op].collective else ()
     axis = n.out.type.shape[0] if n.outputs else types[0].shape[0]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planc.codegen import cpu, program
+from planc.codegen.cpu_blocking import blockings_for, cut
 from planc.codegen.target import Target
 from planc.compiler import weights
 from planc.compiler.fit import check_fits
@@ -30,6 +31,7 @@ class Generated:
     pages: int  # of all full sequences
     estimates: tuple[schema.Estimate, ...] = ()
     tiles: tuple[schema.ProductTile, ...] = ()
+    blockings: tuple[schema.ProductBlocking, ...] = ()
 
     def memory(self, kv: schema.KVLayout) -> schema.Memory:
         """Bytes by part."""
@@ -58,7 +60,8 @@ def generate(graph: Graph, options: Options, root: Path, progress: Progress) -> 
 
 
 def _cpu(graph: Graph, options: Options, root: Path, progress: Progress) -> Generated:
-    code = program.program(graph, options.target, options.dims)
+    blockings = blockings_for(options.target, options.tuning)
+    code = program.program(graph, options.target, options.dims, blockings)
     cpu.build(code, root / "kernels", progress=progress)
     made = schema.Program(
         library=f"kernels/{cpu.LIBRARY}",
@@ -69,7 +72,8 @@ def _cpu(graph: Graph, options: Options, root: Path, progress: Progress) -> Gene
     kernels = tuple(schema.Kernel(k.name, k.op, f"{k.name}.cpp", code.counts[k.name]) for k in code.kernels)
     constant, packed = (weights.total_bytes(found) for found in weights.split(graph))
     pages = options.sequence_pages * options.max_num_seqs
-    return Generated(made, kernels, {"compiler": cpu.compiler().version}, packed, constant, pages)
+    tools = {"compiler": cpu.compiler().version}
+    return Generated(made, kernels, tools, packed, constant, pages, blockings=cut(graph, blockings))
 
 
 def _cuda(graph: Graph, options: Options, root: Path, progress: Progress) -> Generated:

@@ -323,7 +323,7 @@ def _write(
     (root / store.GRAPH).write_text(to_text(graph))
     made = generate(graph, options, root, progress.counter("kernels"))
     if options.tuning:
-        progress.say(tuned.said(options.tuning, options.target, made.tiles))
+        progress.say(tuned.said(options.tuning, options.target, made))
     weights.write_constants(graph, root)
     record.write(source.config(), root)
     whole = replicated(graph) if options.tp > 1 else ()
@@ -346,6 +346,7 @@ def _write(
         kernels=made.kernels,
         estimates=made.estimates,
         tiles=made.tiles,
+        blockings=made.blockings,
         tuning=options.tuning.sha256 if options.tuning else None,
         weight_files=(weights.CONSTANTS_FILE, *(weights.rank_files(options.tp) if request.weights == "pack" else ())),
         goldens=(),

@@ -1,8 +1,8 @@
-"""`planc tune`: in goes a plan for a GPU, out comes tuning.json with the fastest tile of each product on the GPU here.
+"""`planc tune`: in goes a plan, out comes tuning.json with the fastest way to cut each product on the machine here.
 
-Of each product in each bucket the best tiles by the cost model are compiled and run beside one another. The products
-that a step spends most time in come first; what is measured is in the file at once, so that a run may end at any time
-and another go on.
+What a CPU does is in `tune_cpu.py`. On a GPU, of each product in each bucket the best tiles by the cost model are
+compiled and run beside one another. The products that a step spends most time in come first; what is measured is in the
+file at once, so that a run may end at any time and another go on.
 """
 
 import tempfile
@@ -17,31 +17,22 @@ from planc.codegen.cuda.lower import aligned
 from planc.codegen.cuda.tiles import Choice, Tiles, name_of, tiles_of
 from planc.codegen.target import parse
 from planc.codegen.work import PRODUCTS
-from planc.compiler.backends import check_tools
 from planc.compiler.ir import text
 from planc.compiler.ir.graph import Graph, Node
 from planc.compiler.ir.types import TensorType
 from planc.compiler.progress import Progress
+from planc.compiler.tune_cpu import tune_cpu
 from planc.compiler.tune_measure import Candidate, Subject, race
-from planc.errors import PlancError, UsageError
+from planc.compiler.tune_request import TuneRequest, checked
+from planc.errors import PlancError
 from planc.plans import launches, store, tuning
 from planc.plans.launches import Binary, LaunchPlan
 from planc.plans.schema import Plan
-from planc.plans.tuning import Entry, Product
+from planc.plans.tuning import CpuEntry, Entry, Product, Tuning
 from planc.runtime.cuda_driver import Driver, Gpu
 
+_BEST = 4  # tiles of a product, beside the plan's own
 _WITHIN = 1.5  # of the best predicted time: the model is off by less, so slower tiles are not worth compiling
-
-
-@dataclass(frozen=True)
-class TuneRequest:
-    """What `planc tune` was asked for: `best` tiles of each product are run, beside the plan's own."""
-
-    plan: Path
-    out: Path = Path("tuning.json")
-    seconds: float = 60.0
-    best: int = 4
-    device: int = 0
 
 
 @dataclass
@@ -54,15 +45,23 @@ class _Job:
     seconds: float = field(default=0.0)
 
 
-def tune(request: TuneRequest, progress: Progress) -> tuple[Entry, ...]:
+def tune(request: TuneRequest, progress: Progress) -> tuple[Entry, ...] | tuple[CpuEntry, ...]:
     """Measures until all products are done or the seconds are over, and returns what was measured.
 
-    PlancError when there is no driver, or its GPU is not the plan's; UsageError for a plan of another kind of target.
+    PlancError when this machine does not run the plan: it has no driver, its GPU is another, or its CPU lacks the ISA.
+    UsageError for flags that the plan's target has no use for.
     """
     deadline = time.monotonic() + request.seconds
-    plan, known = _checked(request)
+    plan, known = checked(request)
+    measure = _tune_gpu if plan.is_cuda else tune_cpu
+    return measure(request, plan, known, deadline, progress)
+
+
+def _tune_gpu(
+    request: TuneRequest, plan: Plan, known: Tuning, deadline: float, progress: Progress
+) -> tuple[Entry, ...]:
     target = name_of(parse(plan.target))
-    entries = {(e.target, e.product): e for e in known}
+    entries = {(e.target, e.product): e for e in known.entries}
     made: list[Entry] = []
     with _Bench(request, plan) as bench:
         jobs = sorted(bench.jobs(), key=lambda job: ((target, job.chosen.product) in entries, -job.seconds))
@@ -74,27 +73,10 @@ def tune(request: TuneRequest, progress: Progress) -> tuple[Entry, ...]:
                 if entry is not None:
                     made.append(entry)
                     entries[target, entry.product] = entry
-                    tuning.save(request.out, entries.values())
+                    tuning.save(request.out, entries.values(), known.cpu_entries)
         finally:
             progress.say(f"{len(made)} of {len(jobs)} products by bucket measured on {bench.gpu.name}")
     return tuple(made)
-
-
-def _checked(request: TuneRequest) -> tuple[Plan, tuple[Entry, ...]]:
-    """The plan, and what the file that is to be written has already."""
-    if not 0 < request.seconds < float("inf") or request.best < 1 or request.device < 0:
-        raise UsageError("--seconds must be a number above 0, --best at least 1, and --device 0 or more.")
-    if not request.out.absolute().parent.is_dir():
-        raise UsageError(f"{request.out.absolute().parent} is no folder; make it, or name another file with -o.")
-    plan = store.load(request.plan)
-    if not plan.is_cuda:
-        raise UsageError(
-            f"{request.plan} is a plan for {plan.target}: planc tune measures plans for GPUs. Kernels of a CPU have no "
-            "tiles to choose yet."
-        )
-    known = tuning.load(request.out).entries if request.out.exists() else ()
-    check_tools(parse(plan.target))
-    return plan, known
 
 
 def _driver(plan: Plan) -> Driver:
@@ -117,7 +99,7 @@ class _Bench:
         self._binaries: dict[str, Binary] = {}
 
     def __enter__(self) -> "_Bench":
-        self.gpu = Gpu(_driver(self.plan), self.held.sm, self.plan.target, self.request.device)
+        self.gpu = Gpu(_driver(self.plan), self.held.sm, self.plan.target, self.request.device or 0)
         try:
             self._check_gpu()
         except BaseException:
@@ -171,7 +153,7 @@ class _Bench:
         """The plan's own tile, and those that should be the fastest, compiled; what the gate refuses is left out."""
         p = job.chosen.product
         ranked = sorted(self.tiles.ranked(p), key=lambda c: c.cost.work)
-        near = [c for c in ranked[: self.request.best] if c.cost.work <= _WITHIN * ranked[0].cost.work]
+        near = [c for c in ranked[: self.request.best or _BEST] if c.cost.work <= _WITHIN * ranked[0].cost.work]
         choices = [job.chosen, *(c for c in near if c.tile != job.chosen.tile)]
         made = {c: self._calls(job.node, job.bucket, self.tiles.with_tile(p, c.tile)) for c in choices}
         try:

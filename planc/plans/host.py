@@ -33,6 +33,15 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(line.partition(":")[2].split())
 
 
+def cpu_name() -> str:
+    """What this CPU is called, empty where /proc/cpuinfo does not tell."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+    return next((row.partition(":")[2].strip() for row in text.splitlines() if row.startswith("model name")), "")
+
+
 def isa_parts(target: str) -> list[str]:
     """`cpu:x86-64-v4+vnni` -> [`x86-64-v4`, `vnni`]."""
     return target.partition(":")[2].split("+")

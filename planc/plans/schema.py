@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from planc.plans.tuning import Product, Tile
+from planc.plans.tuning import Blocking, CpuProduct, Product, Tile
 
 SCHEMA_VERSION = 1
 _RANK_FILES = "weights/rank"
@@ -197,6 +197,15 @@ class ProductTile:
 
 
 @dataclass(frozen=True)
+class ProductBlocking:
+    """How a tuning file cut a product of a CPU's plan, in `launches` launches a step."""
+
+    launches: int
+    product: CpuProduct
+    blocking: Blocking
+
+
+@dataclass(frozen=True)
 class KernelEstimate:
     """Launches of one op in a step that have one bound: memory, L2, latency, tensor cores, shared memory, CUDA cores,
     NVLink, PCIe or launches.
@@ -255,6 +264,7 @@ class Plan:
     calibration: Calibration | None = None
     estimates: tuple[Estimate, ...] = ()
     tiles: tuple[ProductTile, ...] = ()
+    blockings: tuple[ProductBlocking, ...] = ()
     tuning: str | None = None
     replicated: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)

@@ -26,6 +26,7 @@ def summary(plan: Plan) -> dict[str, Rows]:
         "Memory" + _of_each(plan): _memory(plan),
         "Kernels": [(k.name, f"x{k.count}") for k in plan.kernels],
         **({"Tiles": _tiles(plan)} if plan.tiles else {}),
+        **({"Blockings": _blockings(plan)} if plan.blockings else {}),
         **({"Estimates": _estimates(plan.estimates)} if plan.estimates else {}),
         **({"Calibration": _calibration(plan.calibration)} if plan.calibration else {}),
         "Accuracy": accuracy_rows(plan.accuracy),
@@ -116,6 +117,11 @@ def _tile(same: list[ProductTile]) -> tuple[str, str]:
     by = "; measured by planc tune" if first.measured else ""
     label = f"  {' to '.join(map(str, ends))} row{'s' if last.product.rows > 1 else ''}"
     return label, f"{first.tile}: {' to '.join(took)} us, bound by {bounds}{by}"
+
+
+def _blockings(plan: Plan) -> Rows:
+    """Of each product that a tuning file has, what it chose."""
+    return [(f"{b.product} x{b.launches}", f"{b.blocking}; measured by planc tune") for b in plan.blockings]
 
 
 def _estimates(found: Iterable[Estimate]) -> Rows:

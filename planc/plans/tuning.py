@@ -1,12 +1,13 @@
-"""Tiles of products as data: in go measured entries, out comes tuning.json, and back, every field checked.
+"""How products are cut, as data: in go measured entries, out comes tuning.json, and back, every field checked.
 
-A tile is a matter of speed alone: `bk`, which orders the additions of an output, follows from the weight.
+A cut is a matter of speed alone. On GPUs it is a tile for each number of rows: `bk`, which orders the additions of an
+output, follows from the weight. On CPUs it is a blocking for all numbers of rows.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -68,21 +69,86 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """A whole tuning.json, and the sha256 of its bytes."""
+class Blocking:
+    """What a CPU's kernel of a product may choose; None leaves it to the kernel: rows of a chunk, rows from which on
+    weights are unpacked in panels, most k of a panel, rows of a register tile.
+    """
 
-    entries: tuple[Entry, ...]
+    chunk_rows: int | None = None
+    panel_from: int | None = None
+    panel_k: int | None = None
+    tile_rows: int | None = None
+
+    @property
+    def given(self) -> dict[str, int]:
+        """The choices that are made."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.given.items()) or "the defaults"
+
+
+@dataclass(frozen=True)
+class CpuProduct:
+    """What a blocking is chosen for: rows by a weight [n, k] of a dtype or scheme, in nodes of `op`; of `experts` (0:
+    none) each has such a weight.
+    """
+
+    op: str
+    weight: str
+    n: int
+    k: int
+    experts: int = 0
+
+    def __str__(self) -> str:
+        of = f" of {self.experts} experts" if self.experts else ""
+        return f"{self.op} by {self.weight} [{self.n}, {self.k}]{of}"
+
+
+@dataclass(frozen=True)
+class CpuEntry:
+    """A product's fastest blocking on `target`, as `cpu` was seen to run it on so many threads, and its mean time over
+    that of the defaults.
+    """
+
+    target: str
+    product: CpuProduct
+    blocking: Blocking
+    ratio: float
+    threads: int = 1
+    cpu: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.product} on {self.target} with {self.blocking}"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A whole tuning.json, tiles of GPUs and blockings of CPUs, and the sha256 of its bytes."""
+
+    entries: tuple[Entry, ...] = ()
+    cpu_entries: tuple[CpuEntry, ...] = ()
     sha256: str = ""
 
     def of(self, target: str) -> dict[Product, Tile]:
-        """The tiles of a target."""
+        """The tiles of a GPU or SM."""
         return {e.product: e.tile for e in self.entries if e.target == target}
+
+    def blockings(self, target: str) -> Mapping[CpuProduct, Blocking]:
+        """The blockings of a CPU's target."""
+        return {e.product: e.blocking for e in self.cpu_entries if e.target == target}
+
+    @property
+    def targets(self) -> list[str]:
+        """Every target that has an entry."""
+        return sorted({e.target for e in self.entries} | {e.target for e in self.cpu_entries})
 
 
 @dataclass(frozen=True)
 class _File:
     version: int
     entries: tuple[Entry, ...]
+    cpu_entries: tuple[CpuEntry, ...] = ()
 
 
 def load(path: Path) -> Tuning:
@@ -96,21 +162,28 @@ def load(path: Path) -> Tuning:
         raise UsageError(f"{path} is no tuning file: {e}; planc tune writes one.") from None
     if file.version != VERSION:
         raise UsageError(f"{path} has version {file.version}, this planc reads {VERSION}; measure with planc tune.")
-    seen: set[tuple[str, Product]] = set()
-    for entry in file.entries:
+    seen: set[tuple[str, Product | CpuProduct]] = set()
+    every: list[Entry | CpuEntry] = [*file.entries, *file.cpu_entries]
+    for entry in every:
         if (entry.target, entry.product) in seen:
             raise UsageError(f"{path} has two entries for {entry.product} on {entry.target}; leave one.")
         seen.add((entry.target, entry.product))
-    return Tuning(file.entries, hashlib.sha256(data).hexdigest())
+    return Tuning(file.entries, file.cpu_entries, hashlib.sha256(data).hexdigest())
 
 
-def save(path: Path, entries: Iterable[Entry]) -> None:
+def save(path: Path, entries: Iterable[Entry], cpu_entries: Iterable[CpuEntry] = ()) -> None:
     """Writes a file, an entry a line, whole or not at all. PlancError says why it cannot."""
-    rows = ",\n".join("  " + json.dumps(asdict(e), ensure_ascii=False, allow_nan=False) for e in entries)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(f'{{"version": {VERSION}, "entries": [\n{rows}\n]}}\n')
+        partial.write_text(
+            f'{{"version": {VERSION}, "entries": {_lines(entries)}, "cpu_entries": {_lines(cpu_entries)}}}\n'
+        )
         os.replace(partial, path)
     except OSError as e:
         partial.unlink(missing_ok=True)
         raise PlancError(f"{path} cannot be written ({e.strerror}); choose another -o.") from None
+
+
+def _lines(entries: Iterable[Entry | CpuEntry]) -> str:
+    rows = [json.dumps(asdict(e), ensure_ascii=False, allow_nan=False) for e in entries]
+    return "[\n  " + ",\n  ".join(rows) + "\n]" if rows else "[]"

@@ -17,8 +17,9 @@ from planc.codegen.cuda.tiles import tiles_of
 from planc.compiler.build import BuildRequest, build
 from planc.compiler.ir import text
 from planc.compiler.progress import Progress
-from planc.compiler.tune import TuneRequest, tune
+from planc.compiler.tune import tune
 from planc.compiler.tune_measure import race
+from planc.compiler.tune_request import TuneRequest
 from planc.emulator import driver
 from planc.emulator.device import State
 from planc.emulator.run import device_of
@@ -145,7 +146,7 @@ def test_a_plan_for_another_target_or_gpu_is_refused(plan: Path, tmp_path: Path)
     other.mkdir()
     made = store.load(plan)
     store.seal(other, replace(made, target="cpu:portable"))
-    with pytest.raises(UsageError, match="is a plan for cpu:portable: planc tune measures plans for GPUs"):
+    with pytest.raises(UsageError, match="--best is not for a plan for cpu:portable"):
         tuned(other, tmp_path / "t.json", 1)
     for name in ("graph.ir", "kernels/launches.json"):
         (other / name).parent.mkdir(exist_ok=True)
@@ -154,6 +155,8 @@ def test_a_plan_for_another_target_or_gpu_is_refused(plan: Path, tmp_path: Path)
     with pytest.raises(PlancError, match="for h200 with 132 SMs, this GPU is an emulated sm_90 with 1"):
         tuned(other, tmp_path / "t.json", 1)
     assert CliRunner().invoke(main, ["tune", str(plan), "--seconds", "0"]).exit_code == 2
+    threads = CliRunner().invoke(main, ["tune", str(plan), "--threads", "2"])
+    assert (threads.exit_code, "--threads is not for a plan for cuda:sm_90a" in threads.output) == (2, True)
 
 
 @pytest.mark.slow

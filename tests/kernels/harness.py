@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from planc.codegen.cpu import build_library
-from planc.codegen.kernel import Kernel, arguments, choose
+from planc.codegen.kernel import Constant, Kernel, arguments, choose
 from planc.codegen.render import kernel_source
 from planc.codegen.target import Target, parse
 from planc.compiler.ir import rounded
@@ -47,11 +47,12 @@ def i32(*shape: int | str) -> TensorType:
 
 @dataclass(frozen=True)
 class Case:
-    """One op with the types of its inputs."""
+    """One op with the types of its inputs, and what was tuned of its kernel."""
 
     op: str
     types: tuple[TensorType, ...]
     attrs: tuple[tuple[str, Attr], ...] = ()
+    tuned: tuple[Constant, ...] = ()
 
     @cached_property
     def node(self) -> Node:
@@ -60,7 +61,7 @@ class Case:
         return Node(self.op, tuple(f"in{i}" for i in range(len(self.types))), values, self.attrs)
 
     def kernel(self, target: Target) -> Kernel:
-        return choose(self.node, self.types, target)
+        return choose(self.node, self.types, target, self.tuned)
 
     def __str__(self) -> str:
         attrs = ",".join(f"{k}={v}" for k, v in self.attrs)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planc.errors import PlancError, UsageError
-from planc.plans.tuning import Entry, Product, Tile, load, save
+from planc.plans.tuning import Blocking, CpuEntry, CpuProduct, Entry, Product, Tile, load, save
 
 PRODUCT = Product("qlinear", "f8e4m3", "fp8", 4096, 14336, 16)
 TILE = Tile(64, 32, 128, 4, 8)
@@ -16,6 +16,10 @@ ENTRIES = [
     Entry(
         "l4", Product("expert_linear", "f32", "bf16", 64, 96, 40, experts=8, ragged=True), Tile(16, 32, 64, 4, 2), 7.0
     ),
+]
+CPU_ENTRIES = [
+    CpuEntry("cpu:portable", CpuProduct("linear", "bf16", 64, 96), Blocking(panel_k=256), 0.9, 2, "a CPU"),
+    CpuEntry("cpu:x86-64-v4+vnni", CpuProduct("qexpert_linear", "int8", 64, 96, experts=8), Blocking(), 1.0),
 ]
 
 
@@ -31,6 +35,27 @@ def test_entries_read_back_and_the_bytes_are_named(tmp_path: Path) -> None:
     save(path, ENTRIES[:1])
     assert load(path).sha256 != found.sha256
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other.json", "tuning.json"]
+
+
+def test_a_file_holds_gpus_and_cpus(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    save(path, ENTRIES, CPU_ENTRIES)
+    found = load(path)
+    assert (list(found.entries), list(found.cpu_entries)) == (ENTRIES, CPU_ENTRIES)
+    assert found.blockings("cpu:portable") == {CPU_ENTRIES[0].product: Blocking(panel_k=256)}
+    assert found.targets == ["cpu:portable", "cpu:x86-64-v4+vnni", "h100-sxm", "l4"]
+    assert len(path.read_text().splitlines()) == 3 + len(ENTRIES) + len(CPU_ENTRIES), "an entry a line"
+
+
+def test_a_blocking_that_names_another_choice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    save(path, [], CPU_ENTRIES[:1])
+    path.write_text(path.read_text().replace("panel_k", "panel_rows"))
+    with pytest.raises(UsageError, match=r"cpu_entries\[0\].blocking.panel_rows is not a field"):
+        load(path)
+    save(path, [], CPU_ENTRIES[:1] * 2)
+    with pytest.raises(UsageError, match=r"two entries for linear by bf16 \[64, 96\] on cpu:portable"):
+        load(path)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class SlotRows {
 template <class Config>
 class ExpertLinear {
     using Format = typename Config::Format;
-    using Rows = detail::RowsOf<SlotRows<Config>, Config::K, Format>;
+    using Rows = detail::RowsOf<SlotRows<Config>, Config>;
     using Tiles = LinearTiles<Config, Rows>;
     static constexpr int EXPERTS = Config::EXPERTS, SLOTS = Config::SLOTS, N = Config::N, K = Config::K;
     static constexpr int BLOCKS = (N + BLOCK - 1) / BLOCK;
@@ -128,7 +128,7 @@ class ExpertLinear {
                                        of_expert(from_.zeros, SCALES), of_expert(from_.bias, N)};
         Tiles tiles(Rows({x_, x_scale_, y_, slots}), weights);
         if (rows < Tiles::PANEL_FROM) return tiles.run_direct(rows, {blocks.begin * 2, std::min(blocks.end * 2, (N + 31) / 32)});
-        const int chunks = (rows + detail::PANEL_ROWS - 1) / detail::PANEL_ROWS;
+        const int chunks = (rows + Tiles::CHUNK_ROWS - 1) / Tiles::CHUNK_ROWS;
         const int panels = (N + Tiles::PANEL_COLUMNS - 1) / Tiles::PANEL_COLUMNS;
         const Range columns = {blocks.begin * PANELS_A_BLOCK, std::min(blocks.end * PANELS_A_BLOCK, panels)};
         for (int chunk = 0; chunk < chunks; ++chunk) tiles.run_panels(share(rows, chunk, chunks), columns);

@@ -159,12 +159,12 @@ struct AsDigits {
     static constexpr float SECOND = 1.0f / 254.0f;
 };
 
-// WIDTH elements a row, kept in a Form.
-template <class Base, int WIDTH, class Form>
+// WIDTH elements a row, kept in a Form; a panel takes MOST_K of them at most.
+template <class Base, int WIDTH, class Form, int MOST_K>
 class KeptRows : public Base {
     // Of a row that was prepared whole, or for one panel, whatever its unit.
     template <bool IN_PANELS>
-    static constexpr int APART = detail::apart(IN_PANELS ? detail::panel_k(WIDTH, Form::MOST_K, detail::PANEL_UNIT) : WIDTH, Form::PER_FLOAT);
+    static constexpr int APART = detail::apart(IN_PANELS ? detail::panel_k(WIDTH, MOST_K, detail::PANEL_UNIT) : WIDTH, Form::PER_FLOAT);
     template <bool IN_PANELS>
     static constexpr int STRIDE = APART<IN_PANELS> * Form::SECTIONS;
 
@@ -209,8 +209,8 @@ class KeptRows : public Base {
     int first_row_ = 0, first_k_ = 0;
 };
 
-template <class Base, int WIDTH>
-class KeptRows<Base, WIDTH, AsTheyLie> : public Base {
+template <class Base, int WIDTH, int MOST_K>
+class KeptRows<Base, WIDTH, AsTheyLie, MOST_K> : public Base {
    public:
     static constexpr bool SCALED = false;
     explicit KeptRows(Base base) : Base(base) {}
@@ -223,9 +223,9 @@ class KeptRows<Base, WIDTH, AsTheyLie> : public Base {
     }
 };
 
-template <class Base, int WIDTH, class Format>
+template <class Base, int WIDTH, class Format, int MOST_K>
 class DigitRows : public Base {
-    static constexpr int MOST = detail::panel_k(WIDTH, AsDigits::MOST_K, detail::PANEL_UNIT);  // of a panel, whatever its unit
+    static constexpr int MOST = detail::panel_k(WIDTH, MOST_K, detail::PANEL_UNIT);  // of a panel, whatever its unit
 
    public:
     // k that are summed on their own: those of a scale, or of a panel.

@@ -10,6 +10,7 @@
 #pragma once
 #include <algorithm>
 
+#include "planc/blocking.h"
 #include "planc/input_rows.h"
 #include "planc/tile.h"
 #include "planc/weights.h"
@@ -19,7 +20,6 @@ namespace planc {
 namespace detail {
 
 constexpr int PREFETCH_BYTES = 4096;  // ahead of the line in use: some 100 ns at 40 GB/s
-constexpr int PANEL_ROWS = 192;       // rows a panel serves: they take 240 KB at most, within the L2 cache
 
 // A panel is one row tile's weights already widened: [k][NV][16] f32.
 template <int NV>
@@ -60,8 +60,9 @@ using FormOf = std::conditional_t<
     std::conditional_t<BYTE_DOTS && Format::DIGITS, AsDigits,
                        std::conditional_t<BF16_DOTS && !std::is_same_v<Format, PackedF32>, AsBf16,
                                           std::conditional_t<std::is_same_v<typename Format::X, float>, AsTheyLie, AsFloats>>>>;
-template <class Base, int WIDTH, class Format>
-using RowsOf = std::conditional_t<std::is_same_v<FormOf<Format>, AsDigits>, DigitRows<Base, WIDTH, Format>, KeptRows<Base, WIDTH, FormOf<Format>>>;
+template <class Base, class Config, class Format = typename Config::Format, class Form = FormOf<Format>>
+using RowsOf = std::conditional_t<std::is_same_v<Form, AsDigits>, DigitRows<Base, Config::K, Format, most_k<Config, Form>()>,
+                                  KeptRows<Base, Config::K, Form, most_k<Config, Form>()>>;
 
 // `accumulate` with all k of a line before the next line: what they share is then the one thing that registers must hold.
 template <class Source, class Tile, int MR, int NV>
@@ -161,17 +162,17 @@ struct LinearWeights {
     const float *scale, *zeros, *bias;
 };
 
-// One weight over rows that `Rows` finds, in register tiles. Config: Format (of weights.h), N, K, BIAS.
+// One weight over rows that `Rows` finds, in register tiles. Config: Format (of weights.h), N, K, BIAS, what blocking.h names.
 template <class Config, class Rows>
 class LinearTiles {
     using Format = typename Config::Format;
     static constexpr int N = Config::N, K = Config::K, SCALE_K = Format::SCALE_K;
     using Form = detail::FormOf<Format>;
-    static constexpr int PANEL_K = detail::panel_k(K, Form::MOST_K, SCALE_K == 0 ? LANES : SCALE_K);
+    static constexpr int PANEL_K = detail::panel_k(K, detail::most_k<Config, Form>(), SCALE_K == 0 ? LANES : SCALE_K);
     static_assert(SCALE_K <= detail::PANEL_UNIT);
     static constexpr bool DIGITS = std::is_same_v<Form, AsDigits>;
     static constexpr int ACCUMULATORS = DIGITS ? 8 : TILE_ACCUMULATORS;  // each of which has two digits then
-    static constexpr int TILE_ROWS = std::min(Form::TILE_ROWS, MAX_TILE_ROWS);
+    static constexpr int TILE_ROWS = std::min(detail::tile_rows<Config, Form>(), MAX_TILE_ROWS);
     static constexpr int PANEL_TILE_ROWS = std::min(TILE_ROWS, ACCUMULATORS / PANEL_VECS);
     static constexpr bool BIAS = Config::BIAS;
     // Whether the packed lines are a panel already.
@@ -182,7 +183,8 @@ class LinearTiles {
 
    public:
     static constexpr int PANEL_COLUMNS = PANEL_VECS * LANES;
-    static constexpr int PANEL_FROM = Form::PANEL_FROM;
+    static constexpr int PANEL_FROM = detail::panel_from<Config, Form>();
+    static constexpr int CHUNK_ROWS = detail::chunk_rows<Config>();
 
     LinearTiles(Rows rows, LinearWeights weights) : rows_(rows), from_(weights) {}
 
@@ -198,7 +200,7 @@ class LinearTiles {
         }
     }
 
-    // Many rows, PANEL_ROWS at most: k blocks outside, so that x stays in the cache.
+    // Many rows, CHUNK_ROWS at most: k blocks outside, so that x stays in the cache.
     void run_panels(Range rows, Range columns) {
         for (int k = 0; k < K; k += PANEL_K) {
             rows_.template prepare<true>(rows, k, std::min(PANEL_K, K - k));
@@ -272,6 +274,7 @@ class LinearTiles {
     template <class Source, bool PANEL, int MR, int NV>
     PLANC_INLINE void add_digits(Vec (&acc)[MR][NV], int row, int column, int k, int count, const char* w) const {
         constexpr int SUM_K = Rows::SUM_K;
+        static_assert(SCALE_K > 0 || !PANEL || PANEL_K == detail::panel_k(K, AsDigits::MOST_K, LANES), "sums of digits are those of a panel");
         for (const int end = k + count; k < end; k += SUM_K, w += SUM_K / Source::GROUP * Source::STRIDE) {
             const auto x = rows_.template tile<MR, PANEL>(row, k);
             Vec part[2][MR][NV];
@@ -451,7 +454,7 @@ template <class Config>
 class Linear {
     static constexpr int N = Config::N;
     static constexpr int HALF_BLOCKS = (N + 31) / 32;  // a finer share than whole blocks, and still two lines long
-    using Rows = detail::RowsOf<DenseRows<typename Config::Format::X, Config::X_STRIDE, N>, Config::K, typename Config::Format>;
+    using Rows = detail::RowsOf<DenseRows<typename Config::Format::X, Config::X_STRIDE, N>, Config>;
     using Tiles = LinearTiles<Config, Rows>;
     static constexpr int PANELS = (N + Tiles::PANEL_COLUMNS - 1) / Tiles::PANEL_COLUMNS;
 
@@ -472,7 +475,7 @@ class Linear {
    private:
     // Units of (row chunk, panel column) in contiguous shares.
     void run_panels(int rows, int thread, int threads) {
-        const int chunks = (rows + detail::PANEL_ROWS - 1) / detail::PANEL_ROWS;
+        const int chunks = (rows + Tiles::CHUNK_ROWS - 1) / Tiles::CHUNK_ROWS;
         const Range units = share(int64_t(chunks) * PANELS, thread, threads);
         for (int unit = units.begin; unit < units.end;) {
             const int chunk = unit / PANELS;
