@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.peer_files import Files
+
 Peer = Callable[[str, nn.Module, int], Any]
 
 
@@ -104,6 +106,39 @@ def llama_cpp(name: str, model: nn.Module, window: int, *, kind: str) -> Callabl
     return logits
 
 
+def llm_compressor(name: str, model: nn.Module, window: int, *, kind: str) -> nn.Module:
+    """AWQ by llm-compressor, dequantized by transformers."""
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    path = _files("llm-compressor").get(name, "llm-compressor", kind)
+    config = CompressedTensorsConfig(run_compressed=False)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config).eval()
+
+
+def openvino(name: str, model: nn.Module, window: int, *, kind: str) -> Callable[[list[int]], np.ndarray]:
+    """OpenVINO's own export, run as its CPU plugin does by default: activations of its products in 8 bits."""
+    import openvino as ov
+
+    compiled = ov.Core().compile_model(_files("openvino").get(name, "openvino", kind) / "openvino_model.xml", "CPU")
+
+    def logits(ids: list[int]) -> np.ndarray:
+        request, tokens = compiled.create_infer_request(), np.array([ids])
+        given = {"input_ids": tokens, "attention_mask": np.ones_like(tokens), "beam_idx": np.zeros(1, np.int32)}
+        given["position_ids"] = np.arange(len(ids))[None]
+        names = {n for port in compiled.inputs for n in port.names}
+        return np.array(request.infer({n: v for n, v in given.items() if n in names})["logits"][0], np.float32)
+
+    return logits
+
+
+def _files(peer: str) -> Files:
+    """Model files of benchmarks.vs_peers; ImportError when benchmarks/peers.sh has not installed the peer."""
+    files = Files(Path("peers-venvs").resolve())
+    if not files.has(peer):
+        raise ImportError(f"benchmarks/peers.sh has not installed {peer} below {files.folder}")
+    return files
+
+
 def _requantize(ll: Any, source: Path, out: Path, kind: str) -> None:
     params = ll.llama_model_quantize_default_params()
     params.ftype = getattr(ll, f"LLAMA_FTYPE_MOSTLY_{kind}")
@@ -125,4 +160,7 @@ PEERS: dict[str, Peer] = {
     "llama.cpp Q8_0": partial(llama_cpp, kind="Q8_0"),
     "llama.cpp Q4_0": partial(llama_cpp, kind="Q4_0"),
     "llama.cpp Q4_K_M": partial(llama_cpp, kind="Q4_K_M"),
+    "openvino int8": partial(openvino, kind="int8"),
+    "llm-compressor awq g64": partial(llm_compressor, kind="awq-g64"),
+    "llm-compressor awq g128": partial(llm_compressor, kind="awq-g128"),
 }

@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -97,7 +98,7 @@ class Worker:
         start = time.perf_counter()
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env,
-            cwd=Path(__file__).parents[1],
+            cwd=Path(__file__).parents[1], start_new_session=True,
         )  # fmt: skip
         try:
             self._answer()
@@ -105,19 +106,27 @@ class Worker:
             self.close()
             raise
         self.load_seconds = time.perf_counter() - start
+        self._signal(signal.SIGSTOP)
 
     def run(self, prompts: list[list[int]], tokens: int) -> list[list[float]]:
         """Seconds until each token of each prompt."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # it has ended, as _answer says
             self._process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
             self._process.stdin.flush()
         times: list[list[float]] = self._answer()["times"]
+        self._signal(signal.SIGSTOP)
         return times
 
     def close(self) -> None:
-        self._process.kill()
+        self._signal(signal.SIGKILL)
         self._process.communicate()
+
+    def _signal(self, number: int) -> None:
+        """To all of the side's processes. A side that waits for its turn is stopped: threads of some spin meanwhile."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _answer(self) -> dict:
         assert self._process.stdout is not None
@@ -163,7 +172,6 @@ def measure(name: str, workers: list[Worker], repeats: int) -> Iterator[tuple[st
         for worker in workers:
             if worker.name not in found:
                 continue
-            time.sleep(0.3)  # threads of the one before may still spin
             try:
                 value = figure(name, worker, prompts_of(case, f"{name} {round_}" if case.fresh else "kept"))
             except RuntimeError as e:
