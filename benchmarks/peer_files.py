@@ -111,6 +111,7 @@ def _llm_compressor(model: str, kind: str, out: Path, files: Files) -> None:
 
 _AWQ = """
 import sys
+import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from datasets import Dataset
 from llmcompressor import oneshot
@@ -118,6 +119,7 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
 from transformers import AutoModelForCausalLM, AutoTokenizer
 source, text, group, out = sys.argv[1:]
+torch.Tensor.pin_memory = lambda self, *_: self  # of a machine without a GPU
 tokenizer = AutoTokenizer.from_pretrained(source)
 ids = tokenizer(open(text, encoding="utf-8").read(), add_special_tokens=False)["input_ids"]
 rows = [ids[i : i + 512] for i in range(0, len(ids) - 511, 512)]
