@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.common import row
-from planc.compiler.bench import BF16, DOTS, FMA, READ, Limits
+from planc.compiler.bench import Limits
 from planc.plans import store
 from planc.plans.host import usable_cores
 from planc.runtime.cpu import CpuExecutor
@@ -19,7 +19,7 @@ def limits(root: Path, threads: int, seconds: float) -> Limits:
     """The rates of so many threads, each measured for so long."""
     executor = CpuExecutor(root, store.load(root), 1, threads)
     try:
-        return Limits(*(executor.limit(what, threads, seconds) / 1e9 for what in (READ, FMA, DOTS, BF16)))
+        return Limits.measured(executor, threads, seconds)
     finally:
         executor.close()
 

@@ -39,6 +39,11 @@ class Limits:
     int_gops: float
     bf16_gops: float
 
+    @classmethod
+    def measured(cls, executor: CpuExecutor, threads: int, seconds: float) -> "Limits":
+        """Those of so many threads, each measured for so long."""
+        return cls(*(executor.limit(what, threads, seconds) / 1e9 for what in (READ, FMA, DOTS, BF16)))
+
     def seconds(self, done: Work) -> float:
         """The least time for this work."""
         rate = {"i8": self.int_gops, "f32": self.float_gops}.get(done.dtype, self.bf16_gops)
@@ -126,7 +131,7 @@ def bench(root: Path, request: Request, say: Callable[[str], None] = lambda line
     executor = CpuExecutor(root, plan, max(sizes.batches) * pages, threads)
     try:
         say("measuring what this machine does at most")
-        limits = Limits(*(executor.limit(what, threads, _SECONDS) / 1e9 for what in (READ, FMA, DOTS, BF16)))
+        limits = Limits.measured(executor, threads, _SECONDS)
         executor.fill_cache()
         cases = tuple(_Bench(executor, plan, graph, limits, pages, say).cases(sizes))
     finally:

@@ -25,21 +25,21 @@ CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
 @lru_cache(maxsize=1)
 def cpu_flags() -> frozenset[str]:
     """Feature flags of this CPU as Linux spells them; empty where /proc/cpuinfo does not tell."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset()
-    line = next((row for row in text.splitlines() if row.startswith(("flags", "Features"))), "")
-    return frozenset(line.partition(":")[2].split())
+    return frozenset(_told("flags", "Features").split())
 
 
 def cpu_name() -> str:
     """What this CPU is called, empty where /proc/cpuinfo does not tell."""
+    return _told("model name")
+
+
+def _told(*names: str) -> str:
+    """What /proc/cpuinfo says first under one of the names, or nothing."""
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        rows = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ""
-    return next((row.partition(":")[2].strip() for row in text.splitlines() if row.startswith("model name")), "")
+    return next((row.partition(":")[2].strip() for row in rows if row.startswith(names)), "")
 
 
 def isa_parts(target: str) -> list[str]:

@@ -84,8 +84,8 @@ class CpuExecutor:
         return took
 
     def limit(self, what: int, threads: int, seconds: float) -> float:
-        """What the machine can do at most in a second, measured: bytes read from memory (0), operations on f32 (1) and
-        on pairs of 16 bits (2), by the instructions of the plan's ISA.
+        """What the machine can do at most in a second, measured: bytes read from memory (0), operations on f32 (1), on
+        integers as codes are multiplied (2) and on bf16 (3), by the instructions of the plan's ISA.
         """
         given = (ctypes.c_int32(what), ctypes.c_int32(threads), ctypes.c_double(seconds))
         return float(self._measuring("planc_limit", ctypes.c_double, *given))

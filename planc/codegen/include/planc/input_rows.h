@@ -72,7 +72,7 @@ class DenseRows {
 };
 
 // How rows are kept: as the products of a format take them. PER_FLOAT elements take the place of a float, in SECTIONS;
-// products take those of GROUP elements in DOTS steps, of which step P finds its own for element k in `at`. MOST_K: the k
+// DOTS take those of GROUP elements in STEPS, of which step P finds its own for element k in `at`. MOST_K: the k
 // of a panel. TILE_ROWS: rows in registers. PANEL_FROM: rows from which on unpacking a panel costs less than doing so for
 // each tile.
 struct AsTheyLie {  // f32
