@@ -1,21 +1,32 @@
 """How does a server behave under load? Drives an OpenAI-compatible server at a given concurrency.
 
-Prints percentiles of TTFT (send to first token) and ITL (gap between tokens), and tokens per second. Output tokens are
-counted by the server's usage, not by chunks. Prompts are random token ids, so no run hits another's cached prefix
-unless --shared-prefix asks for it.
+Prints percentiles of TTFT (send to first piece), of ITL (gap between pieces: a token without text of its own, such as
+half a character, makes none) and of TPOT (first to last piece, by the tokens after the first), and tokens per second.
+Tokens are counted by the server's usage, not by pieces. Prompts are random token ids, so no run hits another's cached
+prefix unless --shared-prefix asks for it.
+
+The client shares the machine with the server, so it does as little as can be while requests run: it notes when each
+piece of a response came, and reads the pieces afterwards. What it used is printed as client_cpu_ms, for a token of each
+stream. With --share the plan's kernels are timed too (`planc bench`, taking turns with the requests): what is left of
+TPOT is Python's, HTTP's and the client's.
 """
 
 import argparse
 import asyncio
 import json
 import random
+import subprocess
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 
-from benchmarks.common import percentiles, row, served
+from benchmarks.common import PLANC, median, percentiles, row, served
+
+WORDS = (1000, 5000)  # token ids that are likely to be whole words
 
 
 @dataclass
@@ -23,61 +34,122 @@ class Trace:
     """One request as the client saw it; times in seconds."""
 
     sent: float
-    arrivals: list[float] = field(default_factory=list)
-    output_tokens: int = 0
-    prompt_tokens: int = 0
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)
+
+    def events(self) -> list[tuple[float, dict]]:
+        """The events of a streamed response, with the time at which each had come whole."""
+        found, text = [], b""
+        for at, piece in self.pieces:
+            *lines, text = (text + piece).split(b"\n")
+            found += [(at, json.loads(line[6:])) for line in lines if line.startswith(b"data: {")]
+        if not found:
+            raise SystemExit(f"the server did not stream: {text[:500]!r}")
+        return found
+
+    def arrivals(self) -> list[float]:
+        """When its tokens came."""
+        return [at for at, event in self.events() if event["choices"]]
+
+    def usage(self, name: str) -> int:
+        """Tokens, as the server counts them."""
+        return next(event["usage"][name] for _, event in self.events() if event.get("usage"))
 
 
-async def ask(client: httpx.AsyncClient, url: str, model: str, prompt: list[int], output_len: int) -> Trace:
-    """Streams one completion of exactly `output_len` tokens."""
+class Stream(asyncio.Protocol):
+    """One request on a connection of its own, whose end is the response's."""
+
+    def __init__(self, request: bytes) -> None:
+        self.done = asyncio.get_running_loop().create_future()
+        self._request = request
+        self._trace = Trace(time.perf_counter())
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._trace.pieces.append((time.perf_counter(), data))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.done.set_result(self._trace)
+
+
+def request_of(host: str, model: str, prompt: list[int], output_len: int) -> bytes:
+    """A streamed completion of exactly `output_len` tokens."""
     body = {
         "model": model, "prompt": prompt, "max_tokens": output_len, "ignore_eos": True, "temperature": 0,
         "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    trace = Trace(time.perf_counter())
-    async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            data = line.removeprefix("data: ")
-            if not data or data == "[DONE]":
-                continue
-            event = json.loads(data)
-            if event["choices"]:
-                trace.arrivals.append(time.perf_counter())
-            if event.get("usage"):
-                trace.output_tokens = event["usage"]["completion_tokens"]
-                trace.prompt_tokens = event["usage"]["prompt_tokens"]
-    return trace
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
 async def drive(url: str, args: argparse.Namespace) -> list[Trace]:
     """All requests, at most `concurrency` at a time."""
     rng = random.Random(args.seed)
     gate = asyncio.Semaphore(args.concurrency)
-    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=args.concurrency)) as client:
-        model = (await client.get(f"{url}/v1/models")).json()["data"][0]["id"]
-        shared = [rng.randrange(100, 250) for _ in range(args.shared_prefix)]
+    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    shared = [rng.randrange(*WORDS) for _ in range(args.shared_prefix)]
+    address = urlsplit(url)
 
-        async def one() -> Trace:
-            prompt = shared + [rng.randrange(100, 250) for _ in range(args.input_len - args.shared_prefix)]
-            async with gate:
-                return await ask(client, url, model, prompt, args.output_len)
+    async def one() -> Trace:
+        prompt = shared + [rng.randrange(*WORDS) for _ in range(args.input_len - args.shared_prefix)]
+        request = request_of(address.netloc, model, prompt, args.output_len)
+        async with gate:
+            loop = asyncio.get_running_loop()
+            _, stream = await loop.create_connection(lambda: Stream(request), address.hostname, address.port or 80)
+            return await stream.done
 
-        return await asyncio.gather(*(one() for _ in range(args.requests)))
+    return await asyncio.gather(*(one() for _ in range(args.requests)))
 
 
-def report(traces: list[Trace], seconds: float, args: argparse.Namespace) -> None:
-    """One row."""
-    ttft = [t.arrivals[0] - t.sent for t in traces]
-    itl = [b - a for t in traces for a, b in zip(t.arrivals, t.arrivals[1:], strict=False)]
-    row(
-        benchmark="serve", concurrency=args.concurrency, requests=args.requests, input_len=args.input_len,
-        output_len=args.output_len, shared_prefix=args.shared_prefix,
-        **{f"ttft_ms_{k}": v * 1e3 for k, v in percentiles(ttft).items()},
-        **{f"itl_ms_{k}": v * 1e3 for k, v in percentiles(itl).items()},
-        output_tokens_per_s=sum(t.output_tokens for t in traces) / seconds,
-        total_tokens_per_s=sum(t.output_tokens + t.prompt_tokens for t in traces) / seconds,
-    )  # fmt: skip
+def kernels_ms(plan: Path, args: argparse.Namespace) -> float:
+    """Milliseconds of a decode step of as many sequences, half-way through their answers, without any server."""
+    context = args.input_len + args.output_len // 2
+    command = [*PLANC, "bench", str(plan), "--json", "--batch", str(args.concurrency), "--input-len", str(context)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)["cases"][-1]["milliseconds"]
+
+
+@dataclass
+class Load:
+    """What one or several drives of the server gave."""
+
+    traces: list[Trace] = field(default_factory=list)
+    kernels_ms: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    def drive(self, url: str, args: argparse.Namespace) -> None:
+        """Once more."""
+        start, used = time.perf_counter(), time.process_time()
+        self.traces += asyncio.run(drive(url, args))
+        self.seconds += time.perf_counter() - start
+        self.cpu_seconds += time.process_time() - used
+
+    def report(self, args: argparse.Namespace) -> None:
+        """One row."""
+        arrivals = [t.arrivals() for t in self.traces]
+        ttft = percentiles([own[0] - t.sent for own, t in zip(arrivals, self.traces, strict=True)])
+        itl = percentiles([b - a for own in arrivals for a, b in pairwise(own)])
+        counts = [t.usage("completion_tokens") for t in self.traces]
+        tpot = percentiles(
+            [(own[-1] - own[0]) / (count - 1) for own, count in zip(arrivals, counts, strict=True) if count > 1]
+        )
+        prompts = sum(t.usage("prompt_tokens") for t in self.traces)
+        share: dict[str, float] = {}
+        if self.kernels_ms:
+            share["kernels_ms"] = median(self.kernels_ms)
+            share["outside_share"] = 1 - share["kernels_ms"] / (tpot["p50"] * 1e3)
+        row(
+            benchmark="serve", concurrency=args.concurrency, requests=args.requests, input_len=args.input_len,
+            output_len=args.output_len, shared_prefix=args.shared_prefix,
+            **{f"ttft_ms_{k}": v * 1e3 for k, v in ttft.items()}, **{f"itl_ms_{k}": v * 1e3 for k, v in itl.items()},
+            **{f"tpot_ms_{k}": v * 1e3 for k, v in tpot.items()}, output_tokens_per_s=sum(counts) / self.seconds,
+            total_tokens_per_s=(sum(counts) + prompts) / self.seconds,
+            client_cpu_ms=self.cpu_seconds * 1e3 / sum(counts) * args.concurrency, **share,
+        )  # fmt: skip
 
 
 def main() -> None:
@@ -89,19 +161,22 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--shared-prefix", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--share", type=int, metavar="ROUNDS", help="of a plan: how much of a step is not the kernels'")
     args = parser.parse_args()
+    load = Load()
     if args.plan_or_url.startswith("http"):
-        measure(args.plan_or_url, args)
+        if args.share:
+            parser.error("--share times the kernels of a plan; pass one instead of an address")
+        load.drive(args.plan_or_url, args)
     else:
-        with served(Path(args.plan_or_url)) as (url, _):
-            measure(url, args)
-
-
-def measure(url: str, args: argparse.Namespace) -> None:
-    """Drives the server and prints the row."""
-    start = time.perf_counter()
-    traces = asyncio.run(drive(url, args))
-    report(traces, time.perf_counter() - start, args)
+        plan = Path(args.plan_or_url)
+        with served(plan) as (url, _):
+            for round_ in range(args.share or 1):
+                args.seed += round_
+                if args.share:
+                    load.kernels_ms.append(kernels_ms(plan, args))
+                load.drive(url, args)
+    load.report(args)
 
 
 if __name__ == "__main__":

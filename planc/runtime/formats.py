@@ -11,7 +11,7 @@ from planc.runtime.errors import RequestError
 from planc.runtime.output import Output
 from planc.runtime.protocol import StreamOptions, error_body
 from planc.runtime.sampler import TokenLogprobs
-from planc.runtime.stream import Job, event
+from planc.runtime.stream import Frame, Job, event
 from planc.runtime.tokenizer import Tokenizer
 
 Entry = tuple[int, TokenLogprobs | None]  # a token and, but for the first of a prompt, its log probabilities
@@ -56,21 +56,21 @@ class Format:
 
     async def events(self, job: Job, choices: int, options: StreamOptions) -> AsyncIterator[bytes]:
         """A streamed response but for its last line; the events of one step are sent together."""
-        usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
         head = {"object": self.chunk_kind, **self._head}
+        frame = Frame(head, {"usage": None} if options.include_usage else {})
         for choice in self.opening(choices):
-            yield event({**head, "choices": [choice], **usage})
+            yield frame.event(choice)
         async for batch in job.outputs():
             if options.include_usage and options.continuous_usage_stats:
-                usage = {"usage": job.usage().as_json()}
-            yield b"".join(self._event(head, index, output, usage) for index, output in batch)
+                frame = Frame(head, {"usage": job.usage().as_json()})
+            yield b"".join(self._event(frame, index, output) for index, output in batch)
         if options.include_usage:
-            yield event({**head, "choices": [], "usage": job.usage().as_json()})
+            yield Frame(head, {"usage": job.usage().as_json()}).event()
 
-    def _event(self, head: dict[str, Any], index: int, output: Output, usage: dict[str, Any]) -> bytes:
+    def _event(self, frame: Frame, index: int, output: Output) -> bytes:
         if output.finish_reason == "error":
             return event(error_body(RequestError(output.error or "the request failed", status=500)))
-        return event({**head, "choices": [self.piece(index, output)], **usage})
+        return frame.event(self.piece(index, output))
 
 
 class ChatFormat(Format):

@@ -35,7 +35,7 @@ from planc.runtime.protocol import (
     parse,
 )
 from planc.runtime.sequence import SamplingParams
-from planc.runtime.stream import EventStream, Job
+from planc.runtime.stream import Doorbell, EventStream, Job
 from planc.runtime.tokenizer import Tokenizer, check_ids
 
 log = logging.getLogger("planc.server")
@@ -61,6 +61,7 @@ class Service:
     fingerprint: str = ""
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    _bell: Doorbell | None = field(default=None, init=False, repr=False)
 
     def check_model(self, name: str | None) -> None:
         """404 for a model that is not served here."""
@@ -93,7 +94,9 @@ class Service:
         """Queue a request. RequestError leaves nothing behind."""
         if self.draining:
             raise RequestError("the server is shutting down; try again later", status=503, code="shutting_down")
-        job = Job(self.engine, prompts, params, body.samples, body.cache_salt or "")
+        if self._bell is None or self._bell.loop is not asyncio.get_running_loop():
+            self._bell = Doorbell()
+        job = Job(self.engine, self._bell, prompts, params, body.samples, body.cache_salt or "")
         self.metrics.requested(body.samples)
         return job
 

@@ -18,6 +18,30 @@ from planc.runtime.sequence import SamplingParams
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+class Doorbell:
+    """Wakes a loop from the engine's thread, once for all the jobs that a step gave something: each wake-up is a write
+    to a pipe and a round of the loop, which at 32 streams would cost more than their events.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._due: deque[asyncio.Event] = deque()
+        self._rung = False
+
+    def ring(self, wake: asyncio.Event) -> None:
+        """Have the loop set `wake`."""
+        self._due.append(wake)
+        if not self._rung:
+            self._rung = True
+            self.loop.call_soon_threadsafe(self._answer)
+
+    def _answer(self) -> None:
+        self._rung = False  # first: what is rung from here on is either found below or rings anew
+        while self._due:
+            self._due.popleft().set()
 
 
 class Job:
@@ -28,12 +52,18 @@ class Job:
     """
 
     def __init__(
-        self, engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, samples: int, salt: str = ""
+        self,
+        engine: Engine,
+        bell: Doorbell,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        samples: int,
+        salt: str = "",
     ) -> None:
         for prompt in prompts:
             engine.resolve(prompt, params)
         self._engine = engine
-        self._loop = asyncio.get_running_loop()
+        self._bell = bell
         self._arrived: deque[tuple[int, Output]] = deque()
         self._wake = asyncio.Event()
         self._signalled = False
@@ -97,11 +127,11 @@ class Job:
         )
 
     def _put(self, choice: int, output: Output) -> None:
-        """Called by the engine's thread. One wake-up serves all that arrives before the loop gets to it."""
+        """Called by the engine's thread. One wake-up serves all that arrives before the job gets to it."""
         self._arrived.append((choice, output))
         if not self._signalled:
             self._signalled = True
-            self._loop.call_soon_threadsafe(self._wake.set)
+            self._bell.ring(self._wake)
 
 
 class EventStream:
@@ -127,4 +157,16 @@ class EventStream:
 
 def event(data: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return f"data: {_encode(data)}\n\n".encode()
+
+
+class Frame:
+    """Events that differ in their choices only: what all have in common is written once."""
+
+    def __init__(self, head: dict[str, Any], tail: dict[str, Any]) -> None:
+        self._before = _encode({**head, "choices": []})[:-2]
+        self._after = "]," + _encode(tail)[1:] if tail else "]}"
+
+    def event(self, *choices: dict[str, Any]) -> bytes:
+        """One server-sent event."""
+        return f"data: {self._before}{','.join(map(_encode, choices))}{self._after}\n\n".encode()

@@ -14,7 +14,7 @@ from planc.runtime.formats import CompletionFormat
 from planc.runtime.protocol import StreamOptions
 from planc.runtime.sampler import logprobs_of
 from planc.runtime.sequence import SamplingParams
-from planc.runtime.stream import EventStream, Job
+from planc.runtime.stream import Doorbell, EventStream, Job
 from planc.runtime.web import make_server
 from tests.runtime.fake import FakeExecutor, hashed_logits
 from tests.runtime.live import TOKENIZER, VOCAB, events, make_service, serving, settle, text_of, wait_for
@@ -409,7 +409,7 @@ def test_a_stream_that_cannot_be_sent_ends_its_sequences():
         raise OSError("connection reset")
 
     async def go():
-        job = Job(service.engine, [[5, 6]], SamplingParams(max_tokens=200, ignore_eos=True), 1)
+        job = Job(service.engine, Doorbell(), [[5, 6]], SamplingParams(max_tokens=200, ignore_eos=True), 1)
         form = CompletionFormat("fake", "", TOKENIZER)
         with pytest.raises(OSError, match="reset"):
             await EventStream(job, form.events(job, 1, StreamOptions()))({}, asyncio.Event().wait, send)
