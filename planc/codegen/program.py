@@ -59,9 +59,9 @@ class Program:
 
     @cached_property
     def sources(self) -> Mapping[str, str]:
-        """File name -> C++ source: one file a kernel, and `step.cpp`."""
+        """File name -> C++ source: one file a kernel, what chooses tokens, and `step.cpp`."""
         files = {f"{k.name}.cpp": kernel_source(k) for k in self.kernels}
-        return files | {"step.cpp": self._step()}
+        return files | {"choose_rows.cpp": render("choose_rows.cpp.jinja", {}), "step.cpp": self._step()}
 
     def _step(self) -> str:
         variables = {

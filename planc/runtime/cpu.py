@@ -43,6 +43,19 @@ class _CBatch(ctypes.Structure):
     )
 
 
+class _CChoice(ctypes.Structure):
+    """planc_choice of the plan's C API."""
+
+    _fields_ = (
+        ("vocab", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+        ("records", ctypes.c_void_p),
+        ("history", ctypes.c_void_p),
+        ("chosen", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+    )
+
+
 class CpuExecutor:
     """Runs a plan's program. Raises PlancError when this CPU lacks the plan's ISA or a file is missing or corrupt.
 
@@ -68,6 +81,8 @@ class CpuExecutor:
         self._arena = _anonymous(plan.program.arena_bytes, "activations")
         self._kv = _anonymous(num_blocks * plan.kv.page_bytes, "the KV cache")
         self._logits = _logits_view(self._arena, plan)
+        self._chosen = np.zeros((plan.limits.max_num_seqs, 2), np.int32)
+        self._history = _anonymous(num_blocks * self.block_size * 4, "the tokens of the KV cache")
         self._names, self._num_threads = plan.program.weights, num_threads or usable_cores()
         self._handle = self._open({})
 
@@ -75,6 +90,22 @@ class CpuExecutor:
         """Run one step; logits [R, vocab_size], overwritten by the next one."""
         self._run(batch, self._library.planc_step)
         return self._logits[: len(batch.logit_rows)]
+
+    @property
+    def samples(self) -> bool:
+        """Whether the plan's program chooses tokens; those of older plans leave it to the host."""
+        return hasattr(self._library, "planc_sample_step")
+
+    def sample_step(self, batch: Batch, records: Int32) -> tuple[Int32, NDArray[np.float32]]:
+        """Run one step and choose the tokens of its rows; see SamplingExecutor. Every step of a sequence must be run
+        so, for penalties look at its tokens.
+        """
+        logits = self._logits[: len(batch.logit_rows)]
+        choice = _CChoice(self.vocab_size, self.block_size, _pointer(records), _address(self._history))
+        choice.chosen, choice.logits = _pointer(self._chosen), self._logits.ctypes.data
+        step = self._library.planc_sample_step
+        self._run(batch, lambda handle, given: step(ctypes.c_void_p(handle), given, ctypes.byref(choice)))
+        return self._chosen[: len(logits)], logits
 
     def profile(self, batch: Batch) -> NDArray[np.int64]:
         """Run one step; nanoseconds of each launch, in the order of the graph's nodes but views."""

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,13 +29,15 @@ from numpy.typing import NDArray
 from planc.errors import PlancError
 from planc.plans.host import usable_cores
 from planc.plans.schema import Plan
-from planc.runtime.batch import Batch
+from planc.runtime.batch import Batch, Int32
 from planc.runtime.cpu import CpuExecutor, check_threads
 from planc.runtime.rank import HEAD, RELEASE, Places
 
 log = logging.getLogger("planc.ranks")
 START_SECONDS = 120  # for a rank to map its weights and load its program
 END_SECONDS = 10
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -105,6 +108,19 @@ class RankedExecutor:
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
         """Run one step on every rank; logits [R, vocab_size], overwritten by the next one."""
+        return self._together(batch, lambda: self._own.step(batch))
+
+    @property
+    def samples(self) -> bool:
+        """Whether the plan's program chooses tokens."""
+        return self._own.samples
+
+    def sample_step(self, batch: Batch, records: Int32) -> tuple[Int32, NDArray[np.float32]]:
+        """Run one step on every rank, and choose the tokens of its rows on this one."""
+        return self._together(batch, lambda: self._own.sample_step(batch, records))
+
+    def _together(self, batch: Batch, own: Callable[[], T]) -> T:
+        """Have every other rank take the step, and this one by `own`."""
         self._check()
         head = self._places.write(batch)  # before anything is announced: a batch that does not fit must stop no rank
         for follower in self._followers:
@@ -114,7 +130,7 @@ class RankedExecutor:
                 self._fail(follower.ended())
         self._check()
         try:
-            return self._own.step(batch)
+            return own()
         except PlancError:
             self._failed_step()
             raise

@@ -62,6 +62,26 @@ class Program {
         pool_.run([](void* self, int thread) noexcept { static_cast<Program*>(self)->run(thread); }, this);
     }
 
+    // Chooses the tokens of a step that has run, by `rows`, which takes a thread's share of them.
+    void choose(const planc_batch& batch, const planc_choice& choice, planc_chooser rows) noexcept {
+        for (int t = 0; t < batch.num_tokens; ++t) {
+            if (batch.slots[t] >= 0) choice.history[batch.slots[t]] = batch.ids[t];
+        }
+        if (batch.num_rows == 0) return;
+        struct Job {
+            const planc_batch& batch;
+            const planc_choice& choice;
+            planc_chooser rows;
+            int threads;
+        } job = {batch, choice, rows, pool_.size()};
+        pool_.run(
+            [](void* given, int thread) noexcept {
+                const Job& job = *static_cast<Job*>(given);
+                job.rows(&job.batch, &job.choice, thread, job.threads);
+            },
+            &job);
+    }
+
     Group& group() noexcept { return group_; }
 
    private:
