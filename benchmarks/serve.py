@@ -8,7 +8,7 @@ prefix unless --shared-prefix asks for it.
 The client shares the machine with the server, so it does as little as can be while requests run: it notes when each
 piece of a response came, and reads the pieces afterwards. What it used is printed as client_cpu_ms, for a token of each
 stream. With --share the plan's kernels are timed too (`planc bench`, taking turns with the requests): what is left of
-TPOT is Python's, HTTP's and the client's.
+the median ITL is Python's, HTTP's and the client's.
 """
 
 import argparse
@@ -141,7 +141,7 @@ class Load:
         share: dict[str, float] = {}
         if self.kernels_ms:
             share["kernels_ms"] = median(self.kernels_ms)
-            share["outside_share"] = 1 - share["kernels_ms"] / (tpot["p50"] * 1e3)
+            share["outside_share"] = 1 - share["kernels_ms"] / (itl["p50"] * 1e3)
         row(
             benchmark="serve", concurrency=args.concurrency, requests=args.requests, input_len=args.input_len,
             output_len=args.output_len, shared_prefix=args.shared_prefix,

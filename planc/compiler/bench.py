@@ -233,7 +233,7 @@ class _Bench:
         size = min(length, self._plan.limits.max_num_batched_tokens)
         pieces = [Piece(self._ids(min(size, length - at)), at, 0) for at in range(0, length, size)]
         for p in pieces:
-            self._timed([p])  # the first step of a size finds weights and activations out of reach; a server's tenth does not
+            self._timed([p])  # the first step of a size pays for pages that are touched for the first time
         took = [sum(self._timed([p]) for p in pieces) for _ in range(3)]
         steps = [Step(len(p.ids), 1, 1, p.start + len(p.ids)) for p in pieces]
         return self._case("prefill", float(np.median(took)), length, steps, [pieces[0]])

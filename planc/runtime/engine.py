@@ -78,6 +78,7 @@ class Engine:
         self.pool = BlockPool(executor.num_blocks, executor.block_size)
         self.scheduler = Scheduler(limits, self.pool, prefix_caching=prefix_caching)
         self.observer = observer or Observer()
+        self.between_steps: Callable[[], None] = lambda: None  # called by the stepping thread
         max_blocks = self.pool.blocks_for(limits.max_model_len)
         self._builder = BatchBuilder(
             limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks, executor.block_size
@@ -184,6 +185,7 @@ class Engine:
         for seq, outcome in rows:
             self._accept(seq, outcome, now)
         self.observer.stepped(chunks, now)
+        self.between_steps()
 
     def _run(self) -> None:
         try:

@@ -50,7 +50,11 @@ T = TypeVar("T")
 
 @dataclass
 class Service:
-    """What the routes share. `draining` is set when the server shuts down: running requests end, no new one begins."""
+    """What the routes share. `draining` is set when the server shuts down: running requests end, no new one begins.
+
+    yield_seconds is how long a step waits at most until the tokens of the one before are sent. It is for an executor
+    whose threads take every CPU: sending would interrupt one of them time and again while all the others wait for it.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
@@ -59,6 +63,7 @@ class Service:
     api_key: str | None = None
     defaults: Mapping[str, float] = field(default_factory=dict)
     fingerprint: str = ""
+    yield_seconds: float = 0.0
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     _bell: Doorbell | None = field(default=None, init=False, repr=False)
@@ -96,6 +101,8 @@ class Service:
             raise RequestError("the server is shutting down; try again later", status=503, code="shutting_down")
         if self._bell is None or self._bell.loop is not asyncio.get_running_loop():
             self._bell = Doorbell()
+            if self.yield_seconds:
+                self.engine.between_steps = partial(self._bell.wait, self.yield_seconds)
         job = Job(self.engine, self._bell, prompts, params, body.samples, body.cache_salt or "")
         self.metrics.requested(body.samples)
         return job

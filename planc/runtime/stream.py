@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from functools import partial
@@ -30,18 +31,26 @@ class Doorbell:
         self.loop = asyncio.get_running_loop()
         self._due: deque[asyncio.Event] = deque()
         self._rung = False
+        self._answered = threading.Event()
+        self._answered.set()
 
     def ring(self, wake: asyncio.Event) -> None:
         """Have the loop set `wake`."""
         self._due.append(wake)
         if not self._rung:
             self._rung = True
+            self._answered.clear()
             self.loop.call_soon_threadsafe(self._answer)
 
     def _answer(self) -> None:
         self._rung = False  # first: what is rung from here on is either found below or rings anew
         while self._due:
             self._due.popleft().set()
+        self.loop.call_soon(self._answered.set)  # behind the tasks that have just been woken
+
+    def wait(self, seconds: float) -> None:
+        """Until the tasks that were rung for have run, `seconds` at most. Not for the loop's own thread."""
+        self._answered.wait(seconds)
 
 
 class Job:

@@ -23,7 +23,7 @@ Choose = Callable[..., tuple[list[int], list[float]]]
 
 WAYS = {
     "greedy": {"temperature": 0},
-    "greedy with penalties": {"temperature": 0, "repetition_penalty": 1.7, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    "greedy with a penalty": {"temperature": 0, "repetition_penalty": 1.7, "frequency_penalty": 0.3},
     "greedy with rewards": {"temperature": 0, "repetition_penalty": 0.6, "presence_penalty": -1.0},
     "all": {"temperature": 1.0},
     "hot": {"temperature": 50.0},
