@@ -2,9 +2,11 @@
 
 from math import prod
 
+from planc.codegen.cpu_elementwise import gated
 from planc.codegen.kernel import Constant, Design, Row, Types, alias, flag, integer
 from planc.compiler.ir.graph import Node
 from planc.compiler.ir.operands import Operands, operands
+from planc.compiler.ir.packing import BLOCK
 from planc.compiler.ir.quant import Scheme, scheme
 from planc.compiler.ir.types import PACKED, TensorType
 
@@ -95,10 +97,17 @@ def _format_alias(node: Node, w: TensorType) -> Constant:
     return alias("Format", f"planc::{named[0]}", named[1])
 
 
+def _gated_fits(node: Node, types: Types) -> bool:
+    """Halves of columns begin with a block of the packed weight."""
+    return _linear_fits(node, types) and int(_weight(node, types).shape[0]) % (2 * BLOCK) == 0
+
+
 def _linear(node: Node, types: Types) -> Design:
     x, w = types[0], _weight(node, types)
     n, k = (int(d) for d in w.shape)
+    act = node.attr("act", "")
     constants = (
+        *([alias("Gate", gated(node), str(act))] if act else []),
         _format_alias(node, w),
         integer("N", n),
         integer("K", k),
@@ -106,7 +115,7 @@ def _linear(node: Node, types: Types) -> Design:
         integer("INNER", prod(int(d) for d in x.shape[1:-1])),
         flag("BIAS", _places(node).bias is not None),
     )
-    return Design(constants, {"at": _buffers(node)})
+    return Design(constants, {"at": _buffers(node), "gated": bool(act)})
 
 
 def _expert_linear(node: Node, types: Types) -> Design:
@@ -164,9 +173,9 @@ def _embedding(node: Node, types: Types) -> Design:
 
 def _product_row(op: str, x: str, weights: str, packed: int) -> Row:
     """`packed` is where the weight comes among the inputs."""
-    experts = op.endswith("expert_linear")
+    experts, gates = op.endswith("expert_linear"), op.endswith("act_mul")
     shape = "[T, K] or [T, k, K], ids i32[T, k] or [k]" if experts else "[.., K] (dense or rows at one stride)"
-    fits = _fits if experts else _linear_fits
+    fits = _fits if experts else _gated_fits if gates else _linear_fits
     return Row(
         op,
         "expert_linear.cpp.jinja" if experts else "linear.cpp.jinja",
@@ -183,12 +192,16 @@ def _embedding_row(op: str, table: str) -> Row:
     return Row(op, "embedding.cpp.jinja", _embedding, says, _embedding_fits, either=frozenset({0}))
 
 
+_HALVES = f"whose halves have a multiple of {BLOCK} channels"
 _U4_TABLE = "table u4 packed with scales by group, ids i32[T]"
 
 LINEAR: tuple[Row, ...] = (
     _product_row("linear", "f32", "f32 or bf16", 1),
     _product_row("qlinear", "f32", "i8 with a scale a channel, or u4 with scales by group", 1),
     _product_row("qlinear", "i8 or f8e4m3 with a scale a row", "of the same codes", 2),
+    _product_row("linear_act_mul", "f32", f"f32 or bf16 {_HALVES}", 1),
+    _product_row("qlinear_act_mul", "f32", f"i8 or u4 {_HALVES}", 1),
+    _product_row("qlinear_act_mul", "i8 or f8e4m3 with a scale a row", f"of the same codes {_HALVES}", 2),
     _product_row("expert_linear", "f32", "f32 or bf16", 2),
     _product_row("qexpert_linear", "f32", "i8 with a scale a channel, or u4 with scales by group", 2),
     _product_row("qexpert_linear", "i8 or f8e4m3 with a scale a row", "of the same codes", 3),

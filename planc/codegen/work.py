@@ -12,7 +12,7 @@ from planc.compiler.ir.graph import Node
 from planc.compiler.ir.quant import scheme
 from planc.compiler.ir.types import TensorType
 
-PRODUCTS = ("linear", "qlinear", "expert_linear", "qexpert_linear")
+PRODUCTS = ("linear", "qlinear", "linear_act_mul", "qlinear_act_mul", "expert_linear", "qexpert_linear")
 _UNCOUNTED = {"S1": 1, "P": 1, "M": 1}  # axes of inputs whose bytes are counted by what is read, or are few
 
 
@@ -82,7 +82,7 @@ def _product(n: Node, inputs: list[TensorType], moved: float, step: Step) -> Wor
         moved -= sum(t.nbytes(step.dims) for t in parts) * max(0.0, 1 - rows / int(weight.shape[0]))
     k = int(inputs[0].shape[-1])
     dtype = _act(n) or ("bf16" if n.op.startswith("q") else weight.dtype)  # codes alone are widened
-    return Work(moved, 2.0 * rows * int(n.out.type.shape[-1]) * k, dtype)
+    return Work(moved, 2.0 * rows * int(weight.shape[-2]) * k, dtype)
 
 
 def _attention(n: Node, inputs: list[TensorType], out: float, step: Step) -> Work:

@@ -289,4 +289,4 @@ class _Bench:
             return n.op
         types = [self._graph.types[i] for i in n.inputs]
         store = str(n.attr("scheme", "")) or types[first_weight(n)].dtype
-        return f"{n.op} {n.out.type.shape[-1]}x{types[0].shape[-1]} {store}"
+        return f"{n.op} {types[first_weight(n)].shape[-2]}x{types[0].shape[-1]} {store}"

@@ -16,7 +16,7 @@ from planc.compiler.ir.shards import of_rank
 from planc.plans.schema import WeightError
 
 SAMPLE = 1 << 22  # elements of a weight that are looked at: enough for three digits, whatever its size
-_KINDS = {"qlinear": "linear", "qexpert_linear": "expert", "qembedding": "embedding"}
+_KINDS = {"qlinear": "linear", "qlinear_act_mul": "linear", "qexpert_linear": "expert", "qembedding": "embedding"}
 
 Constants = Mapping[str, np.ndarray]
 

@@ -12,6 +12,7 @@ import numpy as np
 from planc.compiler.ir import (
     collectives,
     fused,
+    gated,
     infer,
     infer_rows,
     operands,
@@ -144,6 +145,18 @@ def _rounded() -> list[Op]:
     return [both(made[name]) for name in rounded.FIRST]
 
 
+def _gated() -> list[Op]:
+    """Products and the act_mul of their halves."""
+    made = {op.name: op for op in _model()}
+
+    def both(op: Op) -> Op:
+        return Op(
+            gated.name(op.name), gated.infer(op.infer), gated.ref(op.ref), {**op.attrs, "act": True}, shard="replicate"
+        )
+
+    return [both(made[name]) for name in gated.PRODUCTS]
+
+
 def _experts() -> list[Op]:
     q, x = {"scheme": True, "bias": False}, {"store": False, "bias": False}
     return [
@@ -162,7 +175,7 @@ def _collectives() -> list[Op]:
     ]
 
 
-_TABLES = (_pointwise, _reductions, _rows, _structural, _model, _rounded, _experts, _collectives)
+_TABLES = (_pointwise, _reductions, _rows, _structural, _model, _rounded, _gated, _experts, _collectives)
 # What may write its first result narrower than it computes it, as the attribute `out` says.
 NARROWING = frozenset({"rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "act_mul"})
 NARROWING |= {"rotary_append", "paged_attention"}

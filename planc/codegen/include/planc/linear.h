@@ -162,11 +162,30 @@ struct LinearWeights {
     const float *scale, *zeros, *bias;
 };
 
-// One weight over rows that `Rows` finds, in register tiles. Config: Format (of weights.h), N, K, BIAS, what blocking.h names.
+namespace detail {
+// What joins two columns of y, if a Config has it.
+template <class Config>
+struct GateOf {
+    static constexpr bool GATED = false;
+};
+template <class Config>
+    requires requires { typename Config::Gate; }
+struct GateOf<Config> {
+    static constexpr bool GATED = true;
+    static PLANC_INLINE Vec apply(Vec gate, Vec up) { return Config::Gate::apply(gate, up); }
+};
+}  // namespace detail
+
+// One weight over rows that `Rows` finds, in register tiles. Config: Format (of weights.h), N, K, BIAS, what blocking.h names;
+// and maybe Gate: y then has N / 2 columns, the Gate of a column of the first half and of its like in the second.
 template <class Config, class Rows>
 class LinearTiles {
     using Format = typename Config::Format;
+    using Gate = detail::GateOf<Config>;
+    static constexpr bool GATED = Gate::GATED;
     static constexpr int N = Config::N, K = Config::K, SCALE_K = Format::SCALE_K;
+    static constexpr int COLUMNS = GATED ? N / 2 : N;  // of y
+    static_assert(!GATED || N % (2 * BLOCK) == 0, "halves begin with a block of the packed weight");
     using Form = detail::FormOf<Format>;
     static constexpr int PANEL_K = detail::panel_k(K, detail::most_k<Config, Form>(), SCALE_K == 0 ? LANES : SCALE_K);
     static_assert(SCALE_K <= detail::PANEL_UNIT);
@@ -183,6 +202,8 @@ class LinearTiles {
 
    public:
     static constexpr int PANEL_COLUMNS = PANEL_VECS * LANES;
+    static constexpr int PANELS = (COLUMNS + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
+    static constexpr int HALF_BLOCKS = (COLUMNS + 31) / 32;  // a finer share than whole blocks, and still two lines long
     static constexpr int PANEL_FROM = detail::panel_from<Config, Form>();
     static constexpr int CHUNK_ROWS = detail::chunk_rows<Config>();
 
@@ -192,52 +213,81 @@ class LinearTiles {
     void run_direct(int rows, Range half_blocks) {
         if (half_blocks.begin == half_blocks.end) return;
         rows_.template prepare<false>({0, rows}, 0, K);
-        const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-        for (int half = half_blocks.begin; half < half_blocks.end;) {
-            const bool whole = half % 2 == 0 && half + 2 <= half_blocks.end;
-            run_columns(rows, tiles, half * 32, whole ? 4 : 2);
-            half += whole ? 2 : 1;
-        }
+        const Sums sums({0, rows}, half_blocks.begin * 32, (half_blocks.end - half_blocks.begin) * 32);
+        run_blocks(rows, half_blocks, 0, sums);
+        if constexpr (GATED) run_blocks(rows, half_blocks, COLUMNS, sums);
     }
 
     // Many rows, CHUNK_ROWS at most: k blocks outside, so that x stays in the cache.
-    void run_panels(Range rows, Range columns) {
+    void run_panels(Range rows, Range panels) {
+        const Sums all(rows, panels.begin * PANEL_COLUMNS, (panels.end - panels.begin) * PANEL_COLUMNS);
         for (int k = 0; k < K; k += PANEL_K) {
             rows_.template prepare<true>(rows, k, std::min(PANEL_K, K - k));
-            for (int c = columns.begin; c < columns.end; ++c) run_panel(rows, c * PANEL_COLUMNS, k);
+            for (int c = panels.begin; c < panels.end; ++c) {
+                const int column = c * PANEL_COLUMNS;
+                const Sums sums = K > PANEL_K ? all : Sums(rows, column, PANEL_COLUMNS);
+                run_panel(rows, column, k, sums);
+                if constexpr (GATED) run_panel(rows, COLUMNS + column, k, sums);
+            }
         }
     }
 
    private:
-    void run_columns(int rows, int tiles, int column, int vecs) const {
+    // Where sums wait that a Gate joins: those of `width` columns from `first` on in the first half until the second half's
+    // are there, and where k is cut those of both until the last k.
+    class Sums {
+       public:
+        Sums(Range rows, int first, int width) : row_(rows.begin), first_(first), width_(width) {
+            const size_t count = size_t(rows.end - rows.begin) * size_t(2 * width);
+            if constexpr (GATED) floats_ = detail::thread_floats<detail::For::SUMS>(count);
+        }
+        PLANC_INLINE float* at(int row, int column) const {
+            return floats_ + int64_t(row - row_) * 2 * width_ + (column < COLUMNS ? column : column - COLUMNS + width_) - first_;
+        }
+
+       private:
+        int row_, first_, width_;
+        float* floats_ = nullptr;
+    };
+
+    void run_blocks(int rows, Range half_blocks, int from, const Sums& sums) const {
+        const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+        for (int half = half_blocks.begin; half < half_blocks.end;) {
+            const bool whole = half % 2 == 0 && half + 2 <= half_blocks.end;
+            run_columns(rows, tiles, from + half * 32, whole ? 4 : 2, sums);
+            half += whole ? 2 : 1;
+        }
+    }
+
+    void run_columns(int rows, int tiles, int column, int vecs, const Sums& sums) const {
         switch (tile_vecs((rows + tiles - 1) / tiles, ACCUMULATORS)) {
             case 4:
-                if (vecs == 4) return run_tiles<4>(rows, tiles, column, 1);
-                return run_tiles<2>(rows, tiles, column, 1);
+                if (vecs == 4) return run_tiles<4>(rows, tiles, column, 1, sums);
+                return run_tiles<2>(rows, tiles, column, 1, sums);
             case 2:
-                return run_tiles<2>(rows, tiles, column, vecs / 2);
+                return run_tiles<2>(rows, tiles, column, vecs / 2, sums);
             default:
-                return run_tiles<1>(rows, tiles, column, vecs);
+                return run_tiles<1>(rows, tiles, column, vecs, sums);
         }
     }
 
     // `count` column tiles of NV vectors, each for all row tiles while its lines are in the cache.
     template <int NV>
-    void run_tiles(int rows, int tiles, int column, int count) const {
+    void run_tiles(int rows, int tiles, int column, int count, const Sums& sums) const {
         for (int i = 0; i < count; ++i, column += NV * LANES) {
             for (int tile = 0; tile < tiles; ++tile) {
-                direct_rows<NV>(share(rows, tile, tiles), column);
+                direct_rows<NV>(share(rows, tile, tiles), column, sums);
             }
         }
     }
 
     template <int NV>
-    void direct_rows(Range rows, int column) const {
+    void direct_rows(Range rows, int column, const Sums& sums) const {
         with_rows<NV>(rows.end - rows.begin, [&](auto mr) PLANC_INLINED {
             Vec acc[mr.value][NV] = {};
             add_products<PackedSource, false>(acc, rows.begin, column, 0, K, lines(column, 0));
             finish(acc, rows.begin, column);
-            store_tile(acc, rows.begin, column);
+            put(acc, rows.begin, column, sums);
         });
     }
 
@@ -329,7 +379,7 @@ class LinearTiles {
         return valid > 0 ? load(p, valid) : zero();
     }
 
-    void run_panel(Range rows, int column, int k) const {
+    void run_panel(Range rows, int column, int k, const Sums& sums) const {
         alignas(64) char unpacked[IN_PLACE ? 1 : PANEL_K / UnpackedSource::GROUP * UnpackedSource::STRIDE];
         const int count = std::min(PANEL_K, K - k);
         if constexpr (!IN_PLACE) unpack(unpacked, column, k, count);
@@ -337,18 +387,62 @@ class LinearTiles {
         const int tiles = (rows.end - rows.begin + PANEL_TILE_ROWS - 1) / PANEL_TILE_ROWS;
         for (int tile = 0; tile < tiles; ++tile) {
             const Range part = share(rows.end - rows.begin, tile, tiles);
-            panel_rows({rows.begin + part.begin, rows.begin + part.end}, column, k, count, panel);
+            panel_rows({rows.begin + part.begin, rows.begin + part.end}, column, k, count, panel, sums);
         }
     }
 
-    void panel_rows(Range rows, int column, int k, int count, const char* panel) const {
+    void panel_rows(Range rows, int column, int k, int count, const char* panel, const Sums& sums) const {
         with_rows<PANEL_VECS>(rows.end - rows.begin, [&](auto mr) PLANC_INLINED {
             Vec acc[mr.value][PANEL_VECS] = {};
-            if (k > 0) load_tile(acc, rows.begin, column);
+            if (k > 0) take(acc, rows.begin, column, sums);
             add_products<PanelSource, true>(acc, rows.begin, column, k, count, panel);
-            if (k + count == K) finish(acc, rows.begin, column);
-            store_tile(acc, rows.begin, column);
+            if (k + count == K) {
+                finish(acc, rows.begin, column);
+                put(acc, rows.begin, column, sums);
+            } else if constexpr (GATED) {
+                keep(acc, rows.begin, column, sums);
+            } else {
+                store_tile(acc, rows.begin, column);
+            }
         });
+    }
+
+    template <int MR, int NV>
+    PLANC_INLINE void keep(const Vec (&acc)[MR][NV], int row, int column, const Sums& sums) const {
+        each_sum<MR, NV>(sums, row, column, [&](float* sum, int m, int v) PLANC_INLINED { store(sum, acc[m][v]); });
+    }
+
+    // Goes on with what an earlier k has left.
+    template <int MR, int NV>
+    PLANC_INLINE void take(Vec (&acc)[MR][NV], int row, int column, const Sums& sums) const {
+        if constexpr (GATED) {
+            each_sum<MR, NV>(sums, row, column, [&](float* sum, int m, int v) PLANC_INLINED { acc[m][v] = load(sum); });
+        } else {
+            load_tile(acc, row, column);
+        }
+    }
+
+    // Finished columns: to y, where a Gate has both that it joins.
+    template <int MR, int NV>
+    PLANC_INLINE void put(Vec (&acc)[MR][NV], int row, int column, const Sums& sums) const {
+        if constexpr (!GATED) {
+            store_tile(acc, row, column);
+        } else if (column < COLUMNS) {
+            keep(acc, row, column, sums);
+        } else {
+            each_sum<MR, NV>(sums, row, column - COLUMNS, [&](float* gate, int m, int v) PLANC_INLINED {
+                acc[m][v] = Gate::apply(load(gate), acc[m][v]);
+            });
+            store_tile(acc, row, column - COLUMNS);
+        }
+    }
+
+    template <int MR, int NV, class Body>
+    static PLANC_INLINE void each_sum(const Sums& sums, int row, int column, Body body) {
+        PLANC_UNROLL for (int m = 0; m < MR; ++m) {
+            float* at = sums.at(row + m, column);
+            PLANC_UNROLL for (int v = 0; v < NV; ++v) body(at + v * LANES, m, v);
+        }
     }
 
     // Widens k..k+count of the panel's columns; the last group is whole, as the packing pads it.
@@ -429,14 +523,14 @@ class LinearTiles {
                            [&](float* y, int m, int v, int valid) PLANC_INLINED { acc[m][v] = valid > 0 ? load(y, valid) : zero(); });
     }
 
-    // whole(y, m, v) for vectors inside N, part(y, m, v, valid) for the one that N cuts (none beyond it).
+    // whole(y, m, v) for vectors inside y, part(y, m, v, valid) for the one that its end cuts (none beyond it).
     template <int MR, int NV, class Whole, class Part>
     PLANC_INLINE void visit_tile(int row, int column, Whole whole, Part part) const {
         PLANC_UNROLL for (int m = 0; m < MR; ++m) {
             float* y = rows_.result(row + m) + column;
             PLANC_UNROLL for (int v = 0; v < NV; ++v) {
-                const int valid = N - column - v * LANES;
-                if (N % LANES == 0 ? valid > 0 : valid >= LANES) {
+                const int valid = COLUMNS - column - v * LANES;
+                if (COLUMNS % LANES == 0 ? valid > 0 : valid >= LANES) {
                     whole(y + v * LANES, m, v);
                 } else if (valid > 0) {
                     part(y + v * LANES, m, v, valid);
@@ -452,21 +546,20 @@ class LinearTiles {
 // Config: that of LinearTiles, X_STRIDE (elements between rows of x; y is dense). x and y must not overlap.
 template <class Config>
 class Linear {
-    static constexpr int N = Config::N;
-    static constexpr int HALF_BLOCKS = (N + 31) / 32;  // a finer share than whole blocks, and still two lines long
-    using Rows = detail::RowsOf<DenseRows<typename Config::Format::X, Config::X_STRIDE, N>, Config>;
+    static constexpr int COLUMNS = detail::GateOf<Config>::GATED ? Config::N / 2 : Config::N;
+    using Rows = detail::RowsOf<DenseRows<typename Config::Format::X, Config::X_STRIDE, COLUMNS>, Config>;
     using Tiles = LinearTiles<Config, Rows>;
-    static constexpr int PANELS = (N + Tiles::PANEL_COLUMNS - 1) / Tiles::PANEL_COLUMNS;
+    static constexpr int PANELS = Tiles::PANELS;
 
    public:
     using X = typename Config::Format::X;
 
-    // x [rows, K], its scales f32 [rows] where x is codes, y f32 [rows, N].
+    // x [rows, K], its scales f32 [rows] where x is codes, y f32 [rows, N], or [rows, N / 2] with a Gate.
     Linear(const X* x, const float* x_scale, LinearWeights weights, float* y) : tiles_(Rows({x, x_scale, y}), weights) {}
 
     void run(int rows, int thread, int threads) {
         if (rows < Tiles::PANEL_FROM) {
-            tiles_.run_direct(rows, share(HALF_BLOCKS, thread, threads));
+            tiles_.run_direct(rows, share(Tiles::HALF_BLOCKS, thread, threads));
         } else {
             run_panels(rows, thread, threads);
         }
