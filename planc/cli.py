@@ -31,6 +31,8 @@ class _Verbs(click.Group):
         except PlancError as e:
             click.echo(f"planc: error: {e}", err=True)
             ctx.exit(e.exit_code)
+        except BrokenPipeError:
+            raise  # of who reads our output and has seen enough, as head has: click ends without a word
         except OSError as e:
             click.echo(f"planc: error: {e.filename or 'a file'}: {e.strerror or e}", err=True)
             ctx.exit(1)

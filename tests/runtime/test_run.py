@@ -1,6 +1,7 @@
 """`planc run` from the outside: a process that loads a plan, serves, drains; and what it refuses before that."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -173,3 +174,12 @@ def test_port_is_closed_until_ready_and_sends_at_once():
         listener.listen()
         with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_a_reader_that_has_seen_enough_hears_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "planc", "targets"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
