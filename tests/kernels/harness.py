@@ -31,6 +31,7 @@ TARGETS = [
     t for t in ("cpu:portable", "cpu:x86-64-v3", "cpu:x86-64-v4", "cpu:x86-64-v4+bf16+vnni") if not missing_flags(t)
 ]
 _KERNELS_A_FILE = 6
+_COUNTERS, _SCRATCH_BYTES = 1024, 1 << 20  # of scratch.h
 
 
 def tensor(dtype: str, *shape: int | str, layout: str = "row") -> TensorType:
@@ -43,6 +44,16 @@ def f32(*shape: int | str, layout: str = "row") -> TensorType:
 
 def i32(*shape: int | str) -> TensorType:
     return tensor("i32", *shape)
+
+
+class _Sizes(ctypes.Structure):
+    """planc_sizes of the kernels' ABI."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("tokens", "seqs", "rows", "table_stride")),
+        ("scratch", ctypes.c_void_p),
+        ("scratch_bytes", ctypes.c_int64),
+    )
 
 
 @dataclass(frozen=True)
@@ -180,8 +191,12 @@ class Library:
         pointers = [address[a.value] + a.offset for a in arguments(c.node, c.types, self.target)]
         buffers = (ctypes.c_void_p * len(pointers))(*pointers)
         kernel = getattr(self.lib, c.kernel(self.target).name)
+        memory = np.zeros(_SCRATCH_BYTES + 64 if c.op == "paged_attention" else 0, np.uint8)
+        scratch = memory[-memory.ctypes.data % 64 :][:_SCRATCH_BYTES]
+        given = _Sizes(*sizes, scratch.ctypes.data if len(scratch) else None, len(scratch))
         for thread in range(threads):  # one after the other: a kernel's threads share nothing but the buffers
-            kernel(buffers, (ctypes.c_int32 * 4)(*sizes), rows, thread, threads)
+            kernel(buffers, ctypes.byref(given), rows, thread, threads)
+        assert not scratch[: 4 * _COUNTERS].any(), f"{c}: counters of the scratch are not zero again"
 
 
 def joined(kernels: Sequence[Kernel]) -> str:

@@ -129,6 +129,18 @@ def test_chunks_batches_and_threads_change_no_bit(library: Library, name: str) -
             assert_same_bits(world.run(library, c, [(0, a, b)], threads), whole[a:b], f"{name}, {a}..{b}")
 
 
+@pytest.mark.parametrize("name", ROWS)
+def test_decode_that_shares_chunks_out_changes_no_bit(library: Library, name: str) -> None:
+    """With few sequences and KV heads, each thread takes some of their chunks."""
+    lengths = [800, 1, 256, 257]
+    c, world = CASES[name], World(ROWS[name][0], lengths)
+    parts = [(i, n - 1, n) for i, n in enumerate(lengths)]
+    want = world.run(library, c, parts)
+    for threads in (2, 3, 5, 16):
+        assert_same_bits(world.run(library, c, parts, threads), want, f"{name}, {threads} threads")
+        assert_same_bits(world.run(library, c, parts[:1], threads), want[:1], f"{name}, {threads} threads, one sequence")
+
+
 @pytest.mark.parametrize("name", ["mha", "mha, bf16", "mha, i8", "mha, f8"])
 def test_keys_after_the_query_may_hold_anything(library: Library, name: str) -> None:
     """A later token's key and value change nothing, be they infinite."""

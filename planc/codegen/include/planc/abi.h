@@ -20,9 +20,12 @@ typedef struct {
     float* logits;
 } planc_choice;
 
-// Sizes of a step that kernels read: T, S, R and the pages a row of the page table has.
+// Sizes of a step that kernels read: T, S, R and the pages a row of the page table has. `scratch` is `scratch_bytes` of
+// memory, at a multiple of 64, that the threads of a kernel share as scratch.h says; null where there is none.
 typedef struct {
     int32_t tokens, seqs, rows, table_stride;
+    void* scratch;
+    int64_t scratch_bytes;
 } planc_sizes;
 
 // A kernel runs its share `thread` of `threads`. `buffers` holds a node's inputs, then its outputs; `rows` is the length

@@ -12,6 +12,7 @@
 #include <limits>
 
 #include "planc/attention_operands.h"
+#include "planc/scratch.h"
 #include "planc/tile.h"
 #include "planc/vecmath.h"
 
@@ -38,6 +39,7 @@ constexpr int AHEAD = 64;      // positions that are asked of memory before thei
 constexpr int LINE = 64;       // bytes that come together
 constexpr int TILE_ROWS = 96;  // (token, head) rows, at most, that walk a chunk of K and V while it is in the cache
 constexpr int TILES = 4;       // of each thread, if there are rows enough: with fewer, more threads wait for the last
+                               // one, so that chunks of decode are shared out instead
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 // The state of one row's softmax over the chunks so far.
@@ -102,7 +104,8 @@ class PagedAttention {
     PagedAttention(const AttentionInputs& in, float* y) : in_(in), y_(y) {}
 
     // Tiles go to threads in turn, since later tiles of a prompt see more keys.
-    void run(int thread, int threads) const {
+    void run(int thread, int threads, const Scratch& scratch) const {
+        if (run_apart(thread, threads, scratch)) return;
         const int share = in_.query_start[in_.seqs] * Config::KV_HEADS / (threads * detail::TILES) / FULL_TOKENS * FULL_TOKENS;
         const int tokens = std::clamp(share, FULL_TOKENS, TILE_TOKENS);
         int item = 0;
@@ -117,6 +120,85 @@ class PagedAttention {
     }
 
    private:
+    // What a chunk gives to one row, until all chunks of its sequence and KV head are there.
+    struct Part {
+        float peak, sum;
+        alignas(64) float values[WIDTH];
+    };
+    static constexpr int64_t PART_FLOATS = GROUP * int64_t(sizeof(Part) / sizeof(float));  // of all rows of a chunk
+
+    // Decode of fewer (sequence, KV head) than threads can share evenly: chunks go to threads in equal parts, and who has
+    // finished the last one of a sequence and head joins them in order. False, and nothing done, for other steps.
+    bool run_apart(int thread, int threads, const Scratch& scratch) const {
+        const int pairs = in_.seqs * Config::KV_HEADS;
+        if (threads == 1 || pairs >= detail::TILES * threads) return false;
+        int64_t chunks = 0;
+        for (int s = 0; s < in_.seqs; ++s) {
+            if (in_.query_start[s + 1] - in_.query_start[s] != 1) return false;
+            chunks += chunks_of(s).end * Config::KV_HEADS;
+        }
+        if (!scratch.holds(pairs, chunks * PART_FLOATS)) return false;
+        const Range mine = share(chunks, thread, threads);
+        int first = 0, pair = 0;  // the chunk that a pair begins with
+        for (int s = 0; s < in_.seqs; ++s) {
+            const int count = chunks_of(s).end;
+            for (int head = 0; head < Config::KV_HEADS; ++head, ++pair, first += count) {
+                const Range own = {std::max(mine.begin - first, 0), std::min(mine.end - first, count)};
+                if (own.begin >= own.end) continue;
+                Part* parts = reinterpret_cast<Part*>(scratch.floats() + first * PART_FLOATS);
+                run_parts(s, head, own, parts);
+                if (scratch.finished(pair, own.end - own.begin, count)) join_parts(s, head, count, parts);
+            }
+        }
+        return true;
+    }
+
+    // Of a sequence's one token: the position that the first chunk which it sees begins at, and how many it sees.
+    Range chunks_of(int seq) const {
+        const Range sees = seen_by(in_.positions[in_.query_start[seq]]);
+        const int base = sees.begin / detail::CHUNK * detail::CHUNK;
+        return {base, (sees.end - base + detail::CHUNK - 1) / detail::CHUNK};
+    }
+
+    // Stack and code of their own, as those of run_packed.
+    __attribute__((noinline)) void run_parts(int seq, int head, Range chunks, Part* parts) const {
+        alignas(64) float queries[GROUP][PAIRED ? Ops::QUERY_WIDTH : 1];
+        State states[GROUP];
+        Row rows[GROUP];
+        const int token = in_.query_start[seq];
+        for (int i = 0; i < GROUP; ++i) rows[i] = make_row(token, head * GROUP + i, queries[i], states[i]);
+        const Source from = {in_.page_table + int64_t(seq) * in_.table_stride, head, nullptr};
+        const int base = chunks_of(seq).begin;
+        for (int chunk = chunks.begin; chunk < chunks.end; ++chunk) {
+            for (int at = 0; at < GROUP;) {
+                const auto keep = [to = parts + chunk * GROUP + at](const Row*, const auto& c, int used) {
+                    for (int m = 0; m < used; ++m) {
+                        to[m].peak = c.peak[m];
+                        to[m].sum = c.sum[m];
+                        std::memcpy(to[m].values, c.values[m], sizeof to[m].values);
+                    }
+                };
+                at += run_chunk<FEW, false>(rows + at, GROUP - at, base + chunk * detail::CHUNK, from, keep);
+            }
+        }
+    }
+
+    __attribute__((noinline)) void join_parts(int seq, int head, int chunks, const Part* parts) const {
+        alignas(64) float queries[GROUP][PAIRED ? Ops::QUERY_WIDTH : 1];
+        State states[GROUP];
+        Row rows[GROUP];
+        const int token = in_.query_start[seq];
+        for (int i = 0; i < GROUP; ++i) rows[i] = make_row(token, head * GROUP + i, queries[i], states[i]);
+        Chunk<1> c;
+        c.begin[0] = 0, c.end[0] = 1;  // it has seen something
+        for (int part = 0; part < chunks * GROUP; ++part) {
+            c.peak[0] = parts[part].peak, c.sum[0] = parts[part].sum;
+            std::memcpy(c.values[0], parts[part].values, sizeof parts[part].values);
+            join(rows + part % GROUP, c, 1);
+        }
+        for (int i = 0; i < GROUP; ++i) finish(token, head * GROUP + i, states[i]);
+    }
+
     void run_tile(int seq, Range tokens, int head) const {
         constexpr int ROWS = TILE_TOKENS * GROUP;
         alignas(64) float queries[ROWS][PAIRED ? Ops::QUERY_WIDTH : 1];
@@ -136,10 +218,7 @@ class PagedAttention {
     }
 
     Row make_row(int token, int head, float* rounded, State& state) const {
-        const int position = in_.positions[token];
-        int begin = 0;
-        if constexpr (Config::MASK == MaskKind::SLIDING) begin = std::max(0, position - Config::WINDOW + 1);
-        if constexpr (Config::MASK == MaskKind::CHUNKED) begin = position / Config::WINDOW * Config::WINDOW;
+        const Range sees = seen_by(in_.positions[token]);
         const float* q = in_.q + int64_t(token) * Config::Q_ROW + int64_t(head) * Config::Q_HEAD;
         if constexpr (PAIRED) {
             Ops::round_query(q, rounded);
@@ -148,7 +227,14 @@ class PagedAttention {
         state.peak = detail::NEVER;
         state.sum = 0.0f;
         std::memset(state.values, 0, sizeof state.values);
-        return {q, &state, begin, position + 1, Config::ALIBI ? in_.slopes[head] : 0.0f};
+        return {q, &state, sees.begin, sees.end, Config::ALIBI ? in_.slopes[head] : 0.0f};
+    }
+
+    static Range seen_by(int position) {
+        int begin = 0;
+        if constexpr (Config::MASK == MaskKind::SLIDING) begin = std::max(0, position - Config::WINDOW + 1);
+        if constexpr (Config::MASK == MaskKind::CHUNKED) begin = position / Config::WINDOW * Config::WINDOW;
+        return {begin, position + 1};
     }
 
     // Apart from run_tile, whose stack stays small for decode.
@@ -161,13 +247,14 @@ class PagedAttention {
     template <bool PACKED>
     void run_chunks(const Row* rows, int count, const Source& from) const {
         const Range all = seen(rows, count, 0, std::numeric_limits<int>::max());
+        const auto keep = [](const Row* rows, const auto& c, int used) { join(rows, c, used); };
         for (int base = all.begin / detail::CHUNK * detail::CHUNK; base < all.end; base += detail::CHUNK) {
             if constexpr (PACKED) pack(from, base, seen(rows, count, base, detail::CHUNK));
             for (int at = 0; at < count;) {
                 if (count - at > FEW) {
-                    at += run_chunk<MAX_TILE_ROWS, PACKED>(rows + at, count - at, base, from);
+                    at += run_chunk<MAX_TILE_ROWS, PACKED>(rows + at, count - at, base, from, keep);
                 } else {
-                    at += run_chunk<FEW, PACKED>(rows + at, count - at, base, from);
+                    at += run_chunk<FEW, PACKED>(rows + at, count - at, base, from, keep);
                 }
             }
         }
@@ -204,9 +291,10 @@ class PagedAttention {
         return Cache<Config>::value(in_.cache.values, from.pages[position / BLOCK_SIZE], from.head, position % BLOCK_SIZE);
     }
 
-    // Runs up to MR of `count` rows over one chunk and returns how many; the last row fills up for missing ones.
-    template <int MR, bool PACKED>
-    int run_chunk(const Row* given, int count, int base, const Source& from) const {
+    // Runs up to MR of `count` rows over one chunk and returns how many; the last row fills up for missing ones. What the
+    // chunk gives is for keep(rows, chunk, rows of it).
+    template <int MR, bool PACKED, class Keep>
+    int run_chunk(const Row* given, int count, int base, const Source& from, Keep keep) const {
         const int used = std::min(count, MR);
         Row rows[MR];
         Chunk<MR> c;
@@ -224,7 +312,7 @@ class PagedAttention {
         score<MR, PACKED>(c, rows, from, first, last);
         exponentiate(c, from, first, last);
         weigh_all<MR, PACKED>(c, from);
-        join(rows, c, used);
+        keep(rows, c, used);
         return used;
     }
 

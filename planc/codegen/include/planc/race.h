@@ -18,7 +18,7 @@ inline int64_t timed(planc_kernel kernel, void* const* buffers, int32_t num_buff
     } call = {kernel, buffers, rows, threads};
     auto launch = [](void* context, int thread) noexcept {
         const Call& c = *static_cast<const Call*>(context);
-        const planc_sizes sizes = {c.rows, c.rows, c.rows, 0};
+        const planc_sizes sizes = {c.rows, c.rows, c.rows, 0, nullptr, 0};
         c.kernel(c.buffers, &sizes, c.rows, thread, c.threads);
     };
     try {

@@ -1,12 +1,16 @@
 // One step of a plan: every thread walks the launch list, with a barrier after each kernel.
 #pragma once
 #include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
 #include <new>
 #include <vector>
 
 #include "planc/abi.h"
 #include "planc/collective.h"
 #include "planc/pool.h"
+#include "planc/scratch.h"
 
 namespace planc {
 
@@ -44,7 +48,13 @@ class Program {
 
     // Throws std::bad_alloc or std::system_error when the machine has no memory or no thread left.
     Program(Launches begin, Launches end, const void* const* weights, int num_weights, void* arena, void* kv, int threads)
-        : begin_(begin), end_(end), bases_(size_t(FIRST_WEIGHT + num_weights)), pool_(threads) {
+        : begin_(begin),
+          end_(end),
+          bases_(size_t(FIRST_WEIGHT + num_weights)),
+          scratch_(static_cast<char*>(std::aligned_alloc(4096, SCRATCH_BYTES)), &std::free),
+          pool_(threads) {
+        if (!scratch_) throw std::bad_alloc();
+        std::memset(scratch_.get(), 0, Scratch::HEAD);
         bases_[ARENA] = static_cast<char*>(arena);
         bases_[KV] = static_cast<char*>(kv);
         bases_[GROUP] = reinterpret_cast<char*>(&group_);
@@ -57,7 +67,7 @@ class Program {
     void step(const planc_batch& batch, int64_t* nanoseconds = nullptr) noexcept {
         const int32_t* arrays[] = {batch.ids, batch.positions, batch.slots, batch.page_table, batch.query_start, batch.logit_rows};
         for (int i = 0; i < 6; ++i) bases_[size_t(IDS + i)] = reinterpret_cast<char*>(const_cast<int32_t*>(arrays[i]));
-        sizes_ = {batch.num_tokens, batch.num_seqs, batch.num_rows, batch.table_stride};
+        sizes_ = {batch.num_tokens, batch.num_seqs, batch.num_rows, batch.table_stride, scratch_.get(), SCRATCH_BYTES};
         nanoseconds_ = nanoseconds;
         pool_.run([](void* self, int thread) noexcept { static_cast<Program*>(self)->run(thread); }, this);
     }
@@ -86,6 +96,7 @@ class Program {
 
    private:
     using Clock = std::chrono::steady_clock;
+    static constexpr int64_t SCRATCH_BYTES = 64 << 20;  // of addresses: pages that no kernel touches cost nothing
 
     void run(int thread) noexcept {
         if (nanoseconds_) pool_.barrier().wait();  // threads that wake up are no kernel's time
@@ -117,6 +128,7 @@ class Program {
     const Launches begin_, end_;
     std::vector<char*> bases_;
     planc_sizes sizes_ = {};
+    std::unique_ptr<char, decltype(&std::free)> scratch_;
     int64_t* nanoseconds_ = nullptr;
     Group group_;
     Pool pool_;
