@@ -138,7 +138,7 @@ def test_decode_that_shares_chunks_out_changes_no_bit(library: Library, name: st
     want = world.run(library, c, parts)
     for threads in (2, 3, 5, 16):
         assert_same_bits(world.run(library, c, parts, threads), want, f"{name}, {threads} threads")
-        assert_same_bits(world.run(library, c, parts[:1], threads), want[:1], f"{name}, {threads} threads, one sequence")
+        assert_same_bits(world.run(library, c, parts[:1], threads), want[:1], f"{name}, {threads} threads, alone")
 
 
 @pytest.mark.parametrize("name", ["mha", "mha, bf16", "mha, i8", "mha, f8"])

@@ -24,10 +24,11 @@ class Recorder(Engine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._sampler = None  # every row's logits are wanted
         self.rows: dict[int, dict[int, Rows]] = {}
 
     def _accept(self, seq: Sequence, outcome: Outcome, now: float) -> None:
-        assert not isinstance(outcome, Choice), "an executor on the CPU gives logits"
+        assert not isinstance(outcome, Choice), "no sampler"
         self.rows.setdefault(seq.id, {})[len(seq.tokens)] = outcome.copy()
         super()._accept(seq, outcome, now)
 

@@ -87,6 +87,9 @@ def samples() -> Iterator[Sample]:
     yield Sample("embedding", (normal(7, 8), ids), tokens=(False, True))
     yield Sample("linear", (normal(5, 8), normal(6, 8)), tokens=(True, False))
     yield Sample("linear", (normal(5, 8), normal(6, 8), normal(6)), {"bias": True}, tokens=(True, False, False))
+    yield Sample("linear_act_mul", (normal(5, 8), normal(6, 8)), {"act": "silu"}, tokens=(True, False))
+    biased = (normal(5, 8), normal(6, 8), normal(6))
+    yield Sample("linear_act_mul", biased, {"act": "gelu", "bias": True}, tokens=(True, False, False))
     yield from _packed(ids)
     yield from _quantized(ids)
     yield Sample("rms_norm", (x, normal(8)), {"eps": 1e-5}, tokens=(True,))
@@ -228,6 +231,8 @@ def _quantized(ids: np.ndarray) -> Iterator[Sample]:
         parts, lead = made(row, normal(70, k)), 2 if row.act else 1
         attrs: dict[str, Attr] = {"scheme": row.name}
         yield Sample("qlinear", (*rows(row, normal(5, k)), *parts), attrs, (True,) * lead)
+        small = normal(5, k) * np.float32(0.02)  # gates that cancel would show each rounding of the sums
+        yield Sample("qlinear_act_mul", (*rows(row, small), *parts), {**attrs, "act": "silu"}, (True,) * lead)
         yield Sample("qlinear", (*rows(row, normal(5, k)), *parts, normal(70)), {**attrs, "bias": True}, (True,) * lead)
         yield Sample("qembedding", (*parts, ids), attrs, (*[False] * len(parts), True))
         picks, stack = RNG.integers(-1, 4, (5, 2)).astype(np.int32), made(row, normal(3, 70, k))

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from samples import Sample, samples
 
-from planc.compiler.ir import rounded
+from planc.compiler.ir import gated, rounded
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.packing import unpack
 from planc.compiler.ir.quant import SCHEMES
@@ -203,6 +203,12 @@ def _quantized(s, x, *rest):
     return _experts(s, x, *ids, w, *bias) if ids else F.linear(x, w, *bias)
 
 
+def _gated(s, *args):
+    """The product, whose first half of columns gates the second."""
+    gate, up = SPECIAL[s.op.removesuffix("_act_mul")](s, *args).chunk(2, -1)
+    return ACT[s.attrs["act"]](gate) * up
+
+
 def _fused(s, *args):
     """The one code of the samples, by hand."""
     if s.attrs["code"] == "mul(i0,i1)":
@@ -250,6 +256,7 @@ SPECIAL = {
     "attention": _attention,
     **{n: _norm(n) for n in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")},
     **{n: _made_and_rounded for n in rounded.NAMES},
+    **{n: _gated for n in gated.NAMES},
 }
 TORCH = {
     "neg": torch.neg, "abs": torch.abs, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt,
