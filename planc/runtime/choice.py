@@ -21,6 +21,7 @@ from planc.runtime.sequence import SamplingParams
 from planc.runtime.sequence import Sequence as Stream
 
 _MOST_TOP_K = 2**31 - 1
+_MOST_BIAS = float(np.finfo(np.float32).max)  # what is infinite in a record forbids the token, whatever its logit
 _LEAST_TOP_P = 2.0**-64  # a smaller share is none of a record's units; it leaves the best token, as this one does
 
 
@@ -111,7 +112,7 @@ def _write_draw(record: Int32, params: SamplingParams, u: float) -> None:
 def _edits(seq: Stream, eos_token_ids: Collection[int]) -> list[tuple[int, float]] | None:
     """What is added to the logits of single tokens, in order; None when there is no room for it in a record."""
     params = seq.params
-    edits = list(params.logit_bias)
+    edits = [(token, max(-_MOST_BIAS, min(bias, _MOST_BIAS))) for token, bias in params.logit_bias]
     if seq.output_len < params.min_tokens:
         edits += [(token, -np.inf) for token in (*eos_token_ids, *params.stop_token_ids)]
     return None if params.allowed_token_ids or len(edits) > sampling.MOST_EDITS else edits

@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from planc.errors import PlancError
 from planc.runtime.server import Service, create_app
@@ -20,32 +19,7 @@ from planc.runtime.server import Service, create_app
 log = logging.getLogger("planc.server")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 KEEP_ALIVE_SECONDS = 5
-MAX_HEAD_BYTES = 64 * 1024  # of a request line and headers, beyond the first piece of them
-
-
-class _Protocol(HttpToolsProtocol):
-    """uvicorn's, which keeps a request's headers however many come; here their sender is cut off."""
-
-    _head: int | None = None  # bytes of the headers that are being received
-
-    def data_received(self, data: bytes) -> None:
-        """Parse what came. A piece in which headers begin is not counted: it may be the end of a body besides."""
-        if self._head is not None:
-            self._head += len(data)
-            if self._head > MAX_HEAD_BYTES:
-                self.send_400_response(f"The headers are longer than {MAX_HEAD_BYTES} bytes.")
-                return
-        super().data_received(data)
-
-    def on_message_begin(self) -> None:
-        """The next request's headers begin."""
-        self._head = 0
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        """They have ended; a body is bounded by what reads it."""
-        self._head = None
-        super().on_headers_complete()
+MAX_HEAD_BYTES = 64 * 1024  # of a request line and headers
 
 
 class _Server(uvicorn.Server):
@@ -78,7 +52,9 @@ class _Server(uvicorn.Server):
 def make_server(service: Service, shutdown_timeout: int) -> uvicorn.Server:
     """A uvicorn server of the app. Setting its should_exit ends it as a signal does."""
     settings: dict[str, Any] = {"access_log": False, "log_level": "warning", "lifespan": "off", "ws": "none"}
-    settings["http"] = _Protocol
+    # Not httptools, where that is installed: uvicorn's use of it keeps endless headers and trailers, loses the body of
+    # a request that offers an upgrade, and does not hear that a client which pipelined requests has left.
+    settings |= {"http": "h11", "h11_max_incomplete_event_size": MAX_HEAD_BYTES}
     config = uvicorn.Config(
         create_app(service),
         timeout_graceful_shutdown=shutdown_timeout,

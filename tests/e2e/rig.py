@@ -18,6 +18,7 @@ class Recorder(Engine):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
+        self._sampler = None  # every row's logits are wanted
         self.rows: dict[int, dict[int, np.ndarray]] = {}
 
     def _accept(self, seq: Sequence, logits: np.ndarray, now: float) -> None:

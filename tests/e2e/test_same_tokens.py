@@ -7,6 +7,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from planc.plans import store
+from planc.runtime.engine import Engine
+from planc.runtime.executors import open_executor
+from planc.runtime.scheduler import SchedulerLimits
+from planc.runtime.sequence import SamplingParams
+from planc.runtime.tokenizer import Tokenizer
 from tests.e2e.rig import run
 
 CASES = [  # architecture, dtype, cache: one of each kind, and more in the nightly run
@@ -88,3 +94,44 @@ def test_the_comparison_can_fail(plan) -> None:
     path = plan("llama", "f32")
     a, b = (run(path, [p]).logits[0] for p in prompts_of(2, [20, 20]))
     assert (a != b).any()
+
+
+WAYS = [
+    SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=24, ignore_eos=True),
+    SamplingParams(top_k=20, presence_penalty=0.5, frequency_penalty=0.3, seed=2, max_tokens=24, ignore_eos=True),
+    SamplingParams(min_p=0.02, logit_bias=((5, 3.0),), seed=3, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=1.5, seed=4, logprobs=2, max_tokens=24, ignore_eos=True),
+]
+
+
+def drawn(
+    path: Path, prompts: list[list[int]], ways: list[SamplingParams], *, blocks: int = 256, host=False, again=False
+):
+    """Tokens of all prompts together, by the program or by the host's sampler; and whether any was preempted."""
+    loaded = store.load(path)
+    executor = open_executor(path, loaded, blocks, 2)
+    limits = SchedulerLimits(loaded.limits.max_model_len, 16, 48)
+    engine = Engine(executor, Tokenizer.load(path / "tokenizer"), limits, prefix_caching=again)
+    assert executor.samples
+    if host:
+        engine._sampler = None
+    try:
+        for _ in range(1 + again):
+            outputs = engine.generate(prompts, ways)
+        return [list(o.token_ids) for o in outputs], engine.scheduler.preemptions
+    finally:
+        engine.close()
+
+
+def test_drawn_tokens_are_the_hosts_alone_together_cached_and_preempted(plan) -> None:
+    path = plan("llama", "bf16")
+    prompts = prompts_of(5, [40, 3, 77, 18, 33])
+    want, _ = drawn(path, prompts, WAYS, host=True)
+    alone = [drawn(path, [prompt], [way])[0][0] for prompt, way in zip(prompts, WAYS, strict=True)]
+    assert alone == want
+    assert drawn(path, prompts, WAYS)[0] == want
+    assert drawn(path, prompts, WAYS, again=True)[0] == want
+    crowded, preemptions = drawn(path, prompts, WAYS, blocks=14)
+    assert preemptions
+    assert crowded == want

@@ -11,45 +11,12 @@
 #include <cmath>
 #include <limits>
 
-#include "planc/attention_operands.h"
+#include "planc/attention_inputs.h"
 #include "planc/scratch.h"
 #include "planc/tile.h"
 #include "planc/vecmath.h"
 
 namespace planc {
-
-enum class MaskKind { CAUSAL, SLIDING, CHUNKED };
-
-// What attention reads of a step.
-struct AttentionInputs {
-    const float* q;              // [T, HEADS, K_DIM], strides Q_ROW and Q_HEAD
-    CacheParts cache;            // the layer's, which already holds this step's own
-    const int32_t* page_table;   // [S, table_stride]
-    const int32_t* query_start;  // [S + 1]: the rows of each sequence
-    const int32_t* positions;    // [T]
-    const float* sinks;          // [HEADS] or null
-    const float* slopes;         // [HEADS] or null: score += slope * (key's position - query's)
-    int seqs, table_stride;
-};
-
-namespace detail {
-
-constexpr int CHUNK = 256;     // positions that are summed on their own
-constexpr int AHEAD = 64;      // positions that are asked of memory before their turn: pages lie far apart
-constexpr int LINE = 64;       // bytes that come together
-constexpr int TILE_ROWS = 96;  // (token, head) rows, at most, that walk a chunk of K and V while it is in the cache
-constexpr int TILES = 4;       // of each thread, if there are rows enough: with fewer, more threads wait for the last
-                               // one, so that chunks of decode are shared out instead
-constexpr float NEVER = -std::numeric_limits<float>::infinity();
-
-// The state of one row's softmax over the chunks so far.
-template <int WIDTH>
-struct RowState {
-    float peak, sum;
-    alignas(64) float values[WIDTH];
-};
-
-}  // namespace detail
 
 // Config: that of Cache, HEADS, Q_ROW, Q_HEAD, SCALE, SOFTCAP (0: none), MASK, WINDOW, SINKS, ALIBI.
 template <class Config>
@@ -69,19 +36,8 @@ class PagedAttention {
     static_assert(BLOCK_SIZE % LANES == 0 && detail::CHUNK % (2 * LANES) == 0);
     using State = detail::RowState<WIDTH>;
 
-    // One row of a tile: its query, its softmax state, and the half-open range of positions that it sees.
-    struct Row {
-        const float* q;
-        State* state;
-        int begin, end;
-        float slope;
-    };
-
-    // A chunk of K and V as operands, made once for all rows of a tile.
-    struct Packed {
-        alignas(64) float keys[detail::CHUNK / LANES][Ops::KEY_STEPS][LANES];
-        alignas(64) float values[detail::CHUNK / STEP][WIDTH];
-    };
+    using Row = detail::TileRow<WIDTH>;
+    using Packed = detail::PackedChunk<Ops>;
 
     // Where a tile's keys and values are. A token alone reads them from the pages, since it does so once.
     struct Source {
@@ -90,15 +46,8 @@ class PagedAttention {
         Packed* packed;
     };
 
-    // A chunk's scores, then probabilities, of MR rows, and the part of the chunk that each row sees.
     template <int MR>
-    struct Chunk {
-        int base;
-        int begin[MR], end[MR];
-        alignas(64) float peak[LANES], sum[LANES];
-        alignas(64) float p[MR][detail::CHUNK];
-        alignas(64) float values[MR][WIDTH];
-    };
+    using Chunk = detail::ChunkOfRows<MR, WIDTH>;
 
    public:
     PagedAttention(const AttentionInputs& in, float* y) : in_(in), y_(y) {}
@@ -120,11 +69,7 @@ class PagedAttention {
     }
 
    private:
-    // What a chunk gives to one row, until all chunks of its sequence and KV head are there.
-    struct Part {
-        float peak, sum;
-        alignas(64) float values[WIDTH];
-    };
+    using Part = detail::Part<WIDTH>;
     static constexpr int64_t PART_FLOATS = GROUP * int64_t(sizeof(Part) / sizeof(float));  // of all rows of a chunk
 
     // Decode of fewer (sequence, KV head) than threads can share evenly: chunks go to threads in equal parts, and who has

@@ -131,13 +131,13 @@ class Chooser {
         const bool nucleus = record[Record::TOP_P] != 0 || record[Record::TOP_P + 1] != 0;
         const double u = record.share(Record::UNIFORM), top_p = record.share(Record::TOP_P);
         if (top_k == 0 && !nucleus) return at_quantile(std::min(u * total, std::nextafter(total, 0.0)));
-        double whole = total;
+        double whole = nucleus && top_k == 0 ? sum_of_weights() : total;
         if (top_k > 0) {
             find_largest(top_k);
             if (candidates_.size() > size_t(top_k)) candidates_.resize(size_t(top_k));
             whole = sum_of_candidates();
         } else {
-            for (int64_t count = detail::FIRST_CANDIDATES; !find_largest(count) && sum_of_candidates() <= top_p * total;) count *= 8;
+            for (int64_t count = detail::FIRST_CANDIDATES; !find_largest(count) && sum_of_candidates() <= top_p * whole;) count *= 8;
         }
         double held = 0.0;  // by the candidates that stay
         size_t size = 0;
@@ -170,6 +170,16 @@ class Chooser {
             total += double(sums_[size_t(b)]);
         }
         return total;
+    }
+
+    // Their sum to the last digit: a nucleus may end exactly at a token.
+    double sum_of_weights() const {
+        double sums[4] = {};
+        for (int b = 0; b < blocks_; ++b) {
+            const Range part = block(b);
+            for (int i = part.begin; i < part.end && tops_[size_t(b)] > 0.0f; ++i) sums[i % 4] += double(weights_[size_t(i)]);
+        }
+        return (sums[0] + sums[1]) + (sums[2] + sums[3]);
     }
 
     // The first token at which the running sum of all weights passes the target, which is less than their sum.
