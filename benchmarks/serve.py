@@ -26,8 +26,6 @@ import httpx
 
 from benchmarks.common import PLANC, median, percentiles, row, served
 
-WORDS = (1000, 5000)  # token ids that are likely to be whole words
-
 
 @dataclass
 class Trace:
@@ -90,11 +88,11 @@ async def drive(url: str, args: argparse.Namespace) -> list[Trace]:
     rng = random.Random(args.seed)
     gate = asyncio.Semaphore(args.concurrency)
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-    shared = [rng.randrange(*WORDS) for _ in range(args.shared_prefix)]
+    shared = [rng.randrange(*args.ids) for _ in range(args.shared_prefix)]
     address = urlsplit(url)
 
     async def one() -> Trace:
-        prompt = shared + [rng.randrange(*WORDS) for _ in range(args.input_len - args.shared_prefix)]
+        prompt = shared + [rng.randrange(*args.ids) for _ in range(args.input_len - args.shared_prefix)]
         request = request_of(address.netloc, model, prompt, args.output_len)
         async with gate:
             loop = asyncio.get_running_loop()
@@ -160,6 +158,9 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--shared-prefix", type=int, default=0)
+    parser.add_argument(
+        "--ids", nargs=2, type=int, default=(100, 300), help="range of the prompts' token ids: whole words"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", type=int, metavar="ROUNDS", help="of a plan: how much of a step is not the kernels'")
     args = parser.parse_args()
