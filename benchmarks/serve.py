@@ -18,6 +18,7 @@ import random
 import subprocess
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -34,8 +35,9 @@ class Trace:
     sent: float
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
 
+    @cached_property
     def events(self) -> list[tuple[float, dict]]:
-        """The events of a streamed response, with the time at which each had come whole."""
+        """The events of the whole response, with the time at which each had come whole."""
         found, text = [], b""
         for at, piece in self.pieces:
             *lines, text = (text + piece).split(b"\n")
@@ -46,11 +48,11 @@ class Trace:
 
     def arrivals(self) -> list[float]:
         """When its tokens came."""
-        return [at for at, event in self.events() if event["choices"]]
+        return [at for at, event in self.events if event["choices"]]
 
     def usage(self, name: str) -> int:
         """Tokens, as the server counts them."""
-        return next(event["usage"][name] for _, event in self.events() if event.get("usage"))
+        return next(event["usage"][name] for _, event in self.events if event.get("usage"))
 
 
 class Stream(asyncio.Protocol):
@@ -159,7 +161,11 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--shared-prefix", type=int, default=0)
     parser.add_argument(
-        "--ids", nargs=2, type=int, default=(100, 300), help="range of the prompts' token ids: whole words"
+        "--ids",
+        nargs=2,
+        type=int,
+        default=(100, 300),
+        help="of prompts; those of whole words make a piece of each token",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", type=int, metavar="ROUNDS", help="of a plan: how much of a step is not the kernels'")

@@ -3,11 +3,10 @@
 Half of what the product wrote is written, and none of it read again. Where a target has no kernel for both they stay.
 """
 
-from planc.codegen.kernel import layouts
 from planc.compiler.ir import gated
 from planc.compiler.ir.graph import Graph, Node
-from planc.errors import PlancError
 from planc.passes.options import Options
+from planc.passes.select import has_kernel
 from planc.passes.util import readers
 
 
@@ -19,7 +18,7 @@ def fuse_gate(graph: Graph, options: Options) -> tuple[Graph, int]:
         if product is None:
             continue
         both = gated.joined(product, act)
-        if _has_kernel(both, graph, options):
+        if has_kernel(both, graph, options):
             replaced |= {product: both, act: None} | {graph.producers[i]: None for i in act.inputs}
     return graph.rewrite(replaced), len(replaced) // 4
 
@@ -46,13 +45,3 @@ def _product(act: Node, graph: Graph) -> Node | None:
 
 def _range(half: Node) -> tuple[object, ...]:
     return tuple(half.attr(name) for name in ("axis", "start", "stop"))
-
-
-def _has_kernel(n: Node, graph: Graph, options: Options) -> bool:
-    if options.target.kind != "cpu":
-        return False
-    try:
-        layouts(n, [graph.types[i] for i in n.inputs], options.target)
-    except PlancError:
-        return False
-    return True

@@ -53,12 +53,15 @@ def _calls(n: Node, types: list[TensorType], options: Options) -> None:
 
 
 def has_kernel(n: Node, graph: Graph, options: Options) -> bool:
-    """Whether a kernel of the target takes the node, its inputs as they are."""
+    """Whether a kernel of the target takes the node, its weights packed as they will be, other inputs as they are."""
+    types = _types(n, graph)
     try:
         if options.target.kind == "cuda":
-            _calls(n, _types(n, graph), options)
+            _calls(n, types, options)
         else:
-            choose(n, _types(n, graph), options.target)
+            wanted = layouts(n, types, options.target)
+            packed = [replace(t, layout=w) if w in PACKED else t for t, w in zip(types, wanted, strict=True)]
+            choose(n, packed, options.target)
     except PlancError:
         return False
     return True

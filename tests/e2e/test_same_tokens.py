@@ -108,7 +108,7 @@ WAYS = [
 def drawn(
     path: Path, prompts: list[list[int]], ways: list[SamplingParams], *, blocks: int = 256, host=False, again=False
 ):
-    """Tokens of all prompts together, by the program or by the host's sampler; and whether any was preempted."""
+    """Tokens of all prompts together, by the program or by the host's sampler; and how often one was preempted."""
     loaded = store.load(path)
     executor = open_executor(path, loaded, blocks, 2)
     limits = SchedulerLimits(loaded.limits.max_model_len, 16, 48)

@@ -69,8 +69,7 @@ class PagedAttention {
     }
 
    private:
-    using Part = detail::Part<WIDTH>;
-    static constexpr int64_t PART_FLOATS = GROUP * int64_t(sizeof(Part) / sizeof(float));  // of all rows of a chunk
+    static constexpr int64_t PART_FLOATS = GROUP * int64_t(sizeof(State) / sizeof(float));  // of all rows of a chunk
 
     // Decode of fewer (sequence, KV head) than threads can share evenly: chunks go to threads in equal parts, and who has
     // finished the last one of a sequence and head joins them in order. False, and nothing done, for other steps.
@@ -90,7 +89,7 @@ class PagedAttention {
             for (int head = 0; head < Config::KV_HEADS; ++head, ++pair, first += count) {
                 const Range own = {std::max(mine.begin - first, 0), std::min(mine.end - first, count)};
                 if (own.begin >= own.end) continue;
-                Part* parts = reinterpret_cast<Part*>(scratch.floats() + first * PART_FLOATS);
+                State* parts = reinterpret_cast<State*>(scratch.floats() + first * PART_FLOATS);
                 run_parts(s, head, own, parts);
                 if (scratch.finished(pair, own.end - own.begin, count)) join_parts(s, head, count, parts);
             }
@@ -106,7 +105,7 @@ class PagedAttention {
     }
 
     // Stack and code of their own, as those of run_packed.
-    __attribute__((noinline)) void run_parts(int seq, int head, Range chunks, Part* parts) const {
+    __attribute__((noinline)) void run_parts(int seq, int head, Range chunks, State* parts) const {
         alignas(64) float queries[GROUP][PAIRED ? Ops::QUERY_WIDTH : 1];
         State states[GROUP];
         Row rows[GROUP];
@@ -128,12 +127,13 @@ class PagedAttention {
         }
     }
 
-    __attribute__((noinline)) void join_parts(int seq, int head, int chunks, const Part* parts) const {
-        alignas(64) float queries[GROUP][PAIRED ? Ops::QUERY_WIDTH : 1];
+    __attribute__((noinline)) void join_parts(int seq, int head, int chunks, const State* parts) const {
         State states[GROUP];
-        Row rows[GROUP];
-        const int token = in_.query_start[seq];
-        for (int i = 0; i < GROUP; ++i) rows[i] = make_row(token, head * GROUP + i, queries[i], states[i]);
+        Row rows[GROUP] = {};
+        for (int i = 0; i < GROUP; ++i) {
+            clear(states[i]);
+            rows[i].state = &states[i];
+        }
         Chunk<1> c;
         c.begin[0] = 0, c.end[0] = 1;  // it has seen something
         for (int part = 0; part < chunks * GROUP; ++part) {
@@ -141,7 +141,7 @@ class PagedAttention {
             std::memcpy(c.values[0], parts[part].values, sizeof parts[part].values);
             join(rows + part % GROUP, c, 1);
         }
-        for (int i = 0; i < GROUP; ++i) finish(token, head * GROUP + i, states[i]);
+        for (int i = 0; i < GROUP; ++i) finish(in_.query_start[seq], head * GROUP + i, states[i]);
     }
 
     void run_tile(int seq, Range tokens, int head) const {
@@ -169,10 +169,14 @@ class PagedAttention {
             Ops::round_query(q, rounded);
             q = rounded;
         }
+        clear(state);
+        return {q, &state, sees.begin, sees.end, Config::ALIBI ? in_.slopes[head] : 0.0f};
+    }
+
+    static void clear(State& state) {
         state.peak = detail::NEVER;
         state.sum = 0.0f;
         std::memset(state.values, 0, sizeof state.values);
-        return {q, &state, sees.begin, sees.end, Config::ALIBI ? in_.slopes[head] : 0.0f};
     }
 
     static Range seen_by(int position) {

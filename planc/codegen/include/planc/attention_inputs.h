@@ -30,7 +30,7 @@ constexpr int TILES = 4;       // of each thread, if there are rows enough: with
                                // one, so that chunks of decode are shared out instead
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
-// The state of one row's softmax over the chunks so far.
+// The state of one row's softmax over the chunks so far, or what one chunk gives to it.
 template <int WIDTH>
 struct RowState {
     float peak, sum;
@@ -61,13 +61,6 @@ struct ChunkOfRows {
     alignas(64) float peak[LANES], sum[LANES];
     alignas(64) float p[MR][CHUNK];
     alignas(64) float values[MR][WIDTH];
-};
-
-// What a chunk gives to one row, until all chunks of its sequence and KV head are there.
-template <int WIDTH>
-struct Part {
-    float peak, sum;
-    alignas(64) float values[WIDTH];
 };
 
 }  // namespace detail

@@ -74,11 +74,13 @@ namespace detail {
 template <class Config>
 struct GateOf {
     static constexpr bool GATED = false;
+    static constexpr int COLUMNS = Config::N;  // of y
 };
 template <class Config>
     requires requires { typename Config::Gate; }
 struct GateOf<Config> {
     static constexpr bool GATED = true;
+    static constexpr int COLUMNS = Config::N / 2;
     static PLANC_INLINE Vec apply(Vec gate, Vec up) { return Config::Gate::apply(gate, up); }
 };
 }  // namespace detail
@@ -91,7 +93,7 @@ class LinearTiles {
     using Gate = detail::GateOf<Config>;
     static constexpr bool GATED = Gate::GATED;
     static constexpr int N = Config::N, K = Config::K, SCALE_K = Format::SCALE_K;
-    static constexpr int COLUMNS = GATED ? N / 2 : N;  // of y
+    static constexpr int COLUMNS = Gate::COLUMNS;
     static_assert(!GATED || N % (2 * BLOCK) == 0, "halves begin with a block of the packed weight");
     using Form = detail::FormOf<Format>;
     static constexpr int PANEL_K = detail::panel_k(K, detail::most_k<Config, Form>(), SCALE_K == 0 ? LANES : SCALE_K);
@@ -306,20 +308,23 @@ class LinearTiles {
             if (k + count == K) {
                 finish(acc, rows.begin, column);
                 put(acc, rows.begin, column, sums);
-            } else if constexpr (GATED) {
-                keep(acc, rows.begin, column, sums);
             } else {
-                store_tile(acc, rows.begin, column);
+                keep(acc, rows.begin, column, sums);
             }
         });
     }
 
+    // Sums that wait: in y, or where a Gate finds them.
     template <int MR, int NV>
     PLANC_INLINE void keep(const Vec (&acc)[MR][NV], int row, int column, const Sums& sums) const {
-        each_sum<MR, NV>(sums, row, column, [&](float* sum, int m, int v) PLANC_INLINED { store(sum, acc[m][v]); });
+        if constexpr (GATED) {
+            each_sum<MR, NV>(sums, row, column, [&](float* sum, int m, int v) PLANC_INLINED { store(sum, acc[m][v]); });
+        } else {
+            store_tile(acc, row, column);
+        }
     }
 
-    // Goes on with what an earlier k has left.
+    // Goes on with what an earlier k has kept.
     template <int MR, int NV>
     PLANC_INLINE void take(Vec (&acc)[MR][NV], int row, int column, const Sums& sums) const {
         if constexpr (GATED) {
@@ -332,11 +337,9 @@ class LinearTiles {
     // Finished columns: to y, where a Gate has both that it joins.
     template <int MR, int NV>
     PLANC_INLINE void put(Vec (&acc)[MR][NV], int row, int column, const Sums& sums) const {
-        if constexpr (!GATED) {
-            store_tile(acc, row, column);
-        } else if (column < COLUMNS) {
+        if (!GATED || column < COLUMNS) {
             keep(acc, row, column, sums);
-        } else {
+        } else if constexpr (GATED) {
             each_sum<MR, NV>(sums, row, column - COLUMNS, [&](float* gate, int m, int v) PLANC_INLINED {
                 acc[m][v] = Gate::apply(load(gate), acc[m][v]);
             });
@@ -453,8 +456,7 @@ class LinearTiles {
 // Config: that of LinearTiles, X_STRIDE (elements between rows of x; y is dense). x and y must not overlap.
 template <class Config>
 class Linear {
-    static constexpr int COLUMNS = detail::GateOf<Config>::GATED ? Config::N / 2 : Config::N;
-    using Rows = detail::RowsOf<DenseRows<typename Config::Format::X, Config::X_STRIDE, COLUMNS>, Config>;
+    using Rows = detail::RowsOf<DenseRows<typename Config::Format::X, Config::X_STRIDE, detail::GateOf<Config>::COLUMNS>, Config>;
     using Tiles = LinearTiles<Config, Rows>;
     static constexpr int PANELS = Tiles::PANELS;
 
