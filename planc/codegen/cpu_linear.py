@@ -24,7 +24,7 @@ def _format(node: Node, w: TensorType) -> tuple[str, str] | None:
     row = _scheme(node)
     if row is None:
         return (_PLAIN[w.dtype], w.dtype) if w.dtype in _PLAIN else None
-    if row.codes == "u4" and row.group and int(w.shape[-1]) % row.group:
+    if row.codes != "f8e4m3" and row.group and int(w.shape[-1]) % row.group:
         return None
     return _format_of_codes(row)
 
@@ -33,6 +33,8 @@ def _format_of_codes(row: Scheme) -> tuple[str, str] | None:
     group = row.group or 0
     if row.codes == "i8" and not group:
         return {None: ("PackedI8", "i8"), "i8": ("DotsI8", "i8i8")}.get(row.act)
+    if row.codes == "i8" and not row.act:
+        return f"GroupedI8<{group}>", f"i8g{group}"
     if row.codes == "f8e4m3" and row.act == "f8e4m3":
         return f"PackedF8<{group}>", f"f8g{group}"
     if row.codes != "u4" or row.act or not group:
@@ -40,7 +42,11 @@ def _format_of_codes(row: Scheme) -> tuple[str, str] | None:
     if row.name == "mxfp4":
         return f"E2m1<{group}>", f"e2m1g{group}"
     if row.zeros:
-        return f"ZerosU4<{group}>", f"u4zerosg{group}"
+        return (
+            (f"ZerosU4<{group}>", f"u4zerosg{group}")
+            if row.whole
+            else (f"FractionsU4<{group}>", f"u4fractionsg{group}")
+        )
     return f"OffsetU4<{group}, {row.offset}>", f"u4less{row.offset}g{group}"
 
 
@@ -197,13 +203,13 @@ _U4_TABLE = "table u4 packed with scales by group, ids i32[T]"
 
 LINEAR: tuple[Row, ...] = (
     _product_row("linear", "f32", "f32 or bf16", 1),
-    _product_row("qlinear", "f32", "i8 with a scale a channel, or u4 with scales by group", 1),
+    _product_row("qlinear", "f32", "i8 with scales by channel or group, or u4 with scales by group", 1),
     _product_row("qlinear", "i8 or f8e4m3 with a scale a row", "of the same codes", 2),
     _product_row("linear_act_mul", "f32", f"f32 or bf16 {_HALVES}", 1),
     _product_row("qlinear_act_mul", "f32", f"i8 or u4 {_HALVES}", 1),
     _product_row("qlinear_act_mul", "i8 or f8e4m3 with a scale a row", f"of the same codes {_HALVES}", 2),
     _product_row("expert_linear", "f32", "f32 or bf16", 2),
-    _product_row("qexpert_linear", "f32", "i8 with a scale a channel, or u4 with scales by group", 2),
+    _product_row("qexpert_linear", "f32", "i8 with scales by channel or group, or u4 with scales by group", 2),
     _product_row("qexpert_linear", "i8 or f8e4m3 with a scale a row", "of the same codes", 3),
     _embedding_row("embedding", "f32 or bf16"),
     _embedding_row("qembedding", "i8 or f8e4m3 with scales"),

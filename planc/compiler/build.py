@@ -100,7 +100,7 @@ def build_each(request: BuildRequest, progress: Progress) -> dict[Path, schema.P
         weights=request.weights == "pack",
     ) as source:
         config = source.config()
-        quant = storage(request.dtype, request.quant_config, source)
+        quant = storage(request.dtype, request.quant_config, source, places)
         for target in places:
             targets.check_dtypes(target, used(quant), _kv_cache_dtype(request))
             check_kernels(quant, target)
@@ -219,6 +219,7 @@ def _lift(
     from planc.compiler.trace import trace
 
     facts.say_source(source, config, progress)
+    facts.say_storage(source, options.storage, progress)
     with progress.stage("trace"):
         bindings: list[Binding] = []  # bound before the trace: a tie that the checkpoint breaks must not be traced
         traced = trace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from planc.compiler.source.bind import Binding
+    from planc.passes.schemes import QuantConfig
 
 
 def model_info(
@@ -58,6 +60,14 @@ def say_source(source: ModelSource, config: PretrainedConfig, progress: Progress
         progress.say(f"compiling the language model ({config.model_type}) of a {source.parent_type} model")
     for note in source.notes:
         progress.say(note)
+
+
+def say_storage(source: ModelSource, quant: QuantConfig, progress: Progress) -> None:
+    """What becomes of codes that a checkpoint holds, where its own may be rounded again."""
+    left = Counter(name for tensor, name in source.native.items() if tensor not in quant.native)
+    if source.requantizes and left:
+        kinds = ", ".join(f"{count} in {name}" for name, count in left.most_common())
+        progress.say(f"weights that the file holds quantized ({kinds}) are dequantized, then stored as --dtype says")
 
 
 def say_binding(binding: Binding, progress: Progress) -> None:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,12 @@ _EVERY = ("linear", "expert", "head", "embedding", "router")
 NAMES = (AUTO, *PLAIN, *(name for name, row in SCHEMES.items() if not row.read_only))
 
 
-def storage(dtype: str, path: Path | None, source: ModelSource) -> QuantConfig:
+def storage(dtype: str, path: Path | None, source: ModelSource, targets: Iterable[Target] = ()) -> QuantConfig:
     """What to do with each weight of `source`.
 
-    `auto` keeps the schemes of a checkpoint that is quantized, and is bf16 for one that is not. UsageError for names
-    and fields that mean nothing, for patterns that no tensor has, and for quantizing a second time.
+    `auto` keeps the schemes of a checkpoint that is quantized, and is bf16 for one that is not. Codes that only files
+    hold and not all of the targets multiply are widened. UsageError for names and fields that mean nothing, for
+    patterns that no tensor has, and for quantizing a second time what does not say that it may be.
     """
     said = _read(path) if path else {}
     default = _known(said.get("default", AUTO), f"{path}: default") if path else AUTO
@@ -38,8 +39,10 @@ def storage(dtype: str, path: Path | None, source: ModelSource) -> QuantConfig:
     modules = tuple((p, _known(name, f"{path}: {p}")) for p, name in said.get("modules", {}).items())
     _check_patterns(modules, path, source)
     kinds = {kind: _known(said[field], f"{path}: {field}") for field, kind in KINDS.items() if field in said}
-    held = Counter(source.native.values())
-    if not held or chosen in PLAIN:
+    native = _kept(source, tuple(targets))
+    held = Counter(native.values())
+    again = source.requantizes and chosen != AUTO and set(held) != {chosen}
+    if not held or chosen in PLAIN or again:
         return QuantConfig("bf16" if chosen == AUTO else chosen, modules, kinds)
     if chosen != AUTO and set(held) != {chosen}:
         raise UsageError(
@@ -47,7 +50,15 @@ def storage(dtype: str, path: Path | None, source: ModelSource) -> QuantConfig:
             f"bf16 widens it. For {chosen}, start from the unquantized model."
         )
     # What the checkpoint left wide stays so.
-    return QuantConfig(held.most_common(1)[0][0], modules, dict.fromkeys(_EVERY, "bf16") | kinds, source.native)
+    return QuantConfig(held.most_common(1)[0][0], modules, dict.fromkeys(_EVERY, "bf16") | kinds, native)
+
+
+def _kept(source: ModelSource, targets: tuple[Target, ...]) -> Mapping[str, str]:
+    """The tensors that stay in the scheme that the checkpoint holds them in."""
+    if not source.requantizes:
+        return source.native
+    missing = {n for n in set(source.native.values()) for t in targets if not _has_kernels(SCHEMES[n], t)}
+    return {tensor: name for tensor, name in source.native.items() if name not in missing}
 
 
 def used(config: QuantConfig) -> list[str]:

@@ -21,6 +21,8 @@ QUANTIZED = {
     "fp8-block": (tensor("f8e4m3", "T", 64), f32("T"), tensor("f8e4m3", 100, 64, layout="n64k4"), f32(1, 100)),
     "awq-g32": (f32("T", 64), tensor("u4", 100, 64, layout="n64k8"), f32(2, 100), f32(2, 100)),
     "int4-wo-g32": (f32("T", 64), tensor("u4", 100, 64, layout="n64k8"), f32(2, 100)),
+    "q4_1": (f32("T", 64), tensor("u4", 100, 64, layout="n64k8"), f32(2, 100), f32(2, 100)),
+    "q6_k": (f32("T", 64), tensor("i8", 100, 64, layout="n64k4"), f32(4, 100)),
     "mxfp4": (f32("T", 64), tensor("u4", 100, 64, layout="n64k8"), f32(2, 100)),
 }
 CASES = [

@@ -74,8 +74,8 @@ def _experts(path: Path) -> Path:
     return folder
 
 
-def _gguf(path: Path) -> Path:
-    write_gguf(tiny("llama", path, tokenizer=False), path / "model.gguf", gguf.GGMLQuantizationType.Q4_0)
+def _gguf(path: Path, kind: str) -> Path:
+    write_gguf(tiny("llama", path, tokenizer=False), path / "model.gguf", gguf.GGMLQuantizationType[kind])
     return path / "model.gguf"
 
 
@@ -86,7 +86,7 @@ LAYOUTS: dict[str, Write] = {
     "compressed-tensors": _compressed,
     "experts": _experts,
     "mxfp4": test_mxfp4.written,
-    "gguf": _gguf,
+    **{f"gguf {kind}": partial(_gguf, kind=kind) for kind in ("Q4_0", "Q4_1", "Q8_0")},
 }
 
 

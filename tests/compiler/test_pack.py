@@ -91,8 +91,9 @@ def test_a_gguf_file_into_a_plan_of_a_config(tmp_path: Path, dtype: str) -> None
 
 
 @pytest.mark.slow
-def test_the_codes_of_a_quantized_checkpoint(tmp_path: Path) -> None:
-    write_gguf(tiny("qwen2", tmp_path / "model"), tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q4_0)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_the_codes_of_a_quantized_checkpoint(tmp_path: Path, kind: str) -> None:
+    write_gguf(tiny("qwen2", tmp_path / "model"), tmp_path / "m.gguf", gguf.GGMLQuantizationType[kind])
     plan = built(tmp_path / "m.gguf", tmp_path / "plan", weights="none", reference="none")
     built(tmp_path / "m.gguf", tmp_path / "built", reference="none")
     assert contents(packed(plan, tmp_path / "m.gguf")) == contents(tmp_path / "built")

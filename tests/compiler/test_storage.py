@@ -17,7 +17,9 @@ Q, HEAD = "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"
 
 
 def source(**native: str) -> Any:
-    return SimpleNamespace(tensors={Q: None, HEAD: None}, native=dict.fromkeys([Q], *native.values()) if native else {})
+    """A checkpoint that holds q_proj, and the head, so."""
+    held = dict(zip([Q, HEAD], native.values(), strict=False))
+    return SimpleNamespace(tensors={Q: None, HEAD: None}, native=held, requantizes=False)
 
 
 def file(tmp_path: Path, said: object) -> Path:
@@ -105,6 +107,17 @@ def test_a_quantized_checkpoint_keeps_its_scheme() -> None:
     assert of(storage("awq-g64", None, source(q="awq-g64"))) == "awq-g64"
     with pytest.raises(UsageError, match="quantized already, as awq-g64"):
         storage("int8", None, source(q="awq-g64"))
+
+
+def test_a_file_that_says_so_may_be_rounded_again_and_keeps_what_its_targets_multiply() -> None:
+    held = source(q="q4_1", head="int4-wo-g32")
+    held.requantizes = True
+    assert of(storage("auto", None, held)) == "q4_1"
+    assert of(storage("int8", None, held)) == "int8"
+    gpu = storage("auto", None, held, [parse("cpu:portable"), parse("sm_90a")])
+    assert set(gpu.native.values()) == {"int4-wo-g32"}
+    assert of(gpu) == "bf16"
+    check_kernels(gpu, parse("sm_90a"))
 
 
 def test_schemes_without_kernels_are_listed_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def real(tmp_path_factory):
     @cache
     def make(kv: str) -> tuple[Scorer, Tokenizer]:
         out = tmp_path_factory.mktemp("real") / "plan"
-        request = BuildRequest("smollm2-135m", out, reference="none", max_model_len=512, kv_cache_dtype=kv)
+        request = BuildRequest("smollm2-135m", out, "bf16", reference="none", max_model_len=512, kv_cache_dtype=kv)
         with Progress(quiet=True) as progress:
             build(request, progress)
         return Scorer(CpuExecutor(out, store.load(out), 32, 2), 64, 64), Tokenizer.load(out / "tokenizer")

@@ -98,11 +98,13 @@ def test_narrow_weights_cost_little(scorer, text_ids, model: str, record_propert
     sequences = text_ids(model)
     truth = reference_rows(model, sequences, torch.float32)
     theirs = mean_kl(truth, reference_rows(model, sequences, torch.bfloat16))
-    ours = {d: mean_kl(truth, split(scorer(model, d)[0], sequences, truth)) for d in ("f32", "bf16", "int8-wo")}
+    dtypes = ("f32", "auto", "bf16", "int8-wo")  # auto: the codes of the file
+    ours = {d: mean_kl(truth, split(scorer(model, d)[0], sequences, truth)) for d in dtypes}
     for name, value in (*ours.items(), ("transformers bf16", theirs)):
         record_property(f"{model} {name} mean KL", value)
         print(f"{model} {name}: mean KL {value:.3g}")
     assert ours["f32"] < 1e-7
+    assert ours["auto"] <= 2e-4 + ours["bf16"]
     assert ours["bf16"] <= MAX_KL_RATIO * theirs
     assert 1e-6 < ours["int8-wo"] < 0.02
 

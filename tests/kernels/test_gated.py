@@ -40,6 +40,8 @@ GATED = {
     "int4-wo-g64": coded("int4-wo-g64", 576, "silu"),
     "awq-g32, k cut": coded("awq-g32", 2112, "silu", half=64, bias=True),
     "mxfp4": coded("mxfp4", 96, "relu2"),
+    "q4_1": coded("q4_1", 192, "silu", half=64),
+    "q8_0, k cut": coded("q8_0", 2112, "silu", half=64, bias=True),
 }
 
 

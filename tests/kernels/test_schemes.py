@@ -55,16 +55,22 @@ LINEAR = {
     "awq-g32": linear("awq-g32", 65, 320),
     "awq": linear("awq", 96, 384, x="strides:400"),
     "mxfp4": linear("mxfp4", 65, 96),
+    "q4_1": linear("q4_1", 130, 576, bias=True),
+    "q8_0": linear("q8_0", 65, 608, x="strides:640"),
+    "q6_k": linear("q6_k", 130, 2304),
 }
 EXPERTS = {
     "experts, int8": experts("int8", 4, 70, 37, 2, bias=True, apart=True),
     "experts, fp8-block": experts("fp8-block", 3, 65, 200, 2),
     "experts, awq-g32": experts("awq-g32", 5, 130, 64, 2),
     "experts, mxfp4": experts("mxfp4", 4, 65, 96, 3, bias=True),
+    "experts, q4_1": experts("q4_1", 3, 65, 96, 2),
+    "experts, q8_0": experts("q8_0", 3, 70, 64, 2, bias=True),
 }
 EMBEDDINGS = {
     **{f"embedding, {n}": embedding(n) for n in ("int8", "fp8", "fp8-block", "int4-wo-g32", "awq-g32", "mxfp4")},
-    **{f"embedding, {n}, row-major": embedding(n, "row") for n in ("fp8", "fp8-block")},
+    **{f"embedding, {n}": embedding(n) for n in ("q4_1", "q8_0", "q6_k")},
+    **{f"embedding, {n}, row-major": embedding(n, "row") for n in ("fp8", "fp8-block", "q8_0")},
 }
 PRODUCTS = LINEAR | EXPERTS
 CASES = PRODUCTS | EMBEDDINGS
@@ -93,7 +99,8 @@ def arrays(c: Case, tokens: int, seed: int = 0) -> list[np.ndarray]:
         elif t.dtype in ("i8", "u4", "f8e4m3"):
             made.append(codes(t.dtype, shape, rng))
         elif names[i] == "z":
-            made.append(rng.integers(0, 16, shape).astype(np.float32))
+            whole = scheme(str(dict(c.attrs)["scheme"])).whole
+            made.append((rng.integers(0, 16, shape) if whole else rng.uniform(-4, 20, shape)).astype(np.float32))
         else:
             positive = names[i] == "row_scales" or scheme(str(dict(c.attrs)["scheme"])).act
             values = rng.standard_normal(shape).astype(np.float32)

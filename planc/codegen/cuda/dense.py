@@ -93,7 +93,14 @@ def _fits_widened(site: Site) -> bool:
         return False
     if row.codes == "i8":
         return row.group is None and w.layout == "row"
-    return row.codes == "u4" and row.group is not None and w.layout == PAIRS and int(w.shape[-1]) % row.group == 0
+    # Codes less a whole number are exact in bf16.
+    return (
+        row.codes == "u4"
+        and row.whole
+        and w.layout == PAIRS
+        and row.group is not None
+        and int(w.shape[-1]) % row.group == 0
+    )
 
 
 class _Product:

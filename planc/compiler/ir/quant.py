@@ -25,10 +25,10 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 @dataclass(frozen=True)
 class Scheme:
     """One row. `codes` is the dtype of the codes, `group` how many k share a scale (None: all of a channel's), `blocks`
-    that 128 channels share it too, `zeros` that each group has a zero point, `offset` the zero point of all where it is
-    one number, `act` the dtype that activations are rounded to, a scale a token; None leaves them as they are. Rows and
-    weights of a scheme that `turns` turn before they are rounded (hadamard.py): codes at equal steps gain by it, those
-    of floats lose.
+    that 128 channels share it too, `zeros` that each group has a zero point, `whole` that those are whole numbers,
+    `offset` the zero point of all where it is one number, `act` the dtype that activations are rounded to, a scale a
+    token; None leaves them as they are. Rows and weights of a scheme that `turns` turn before they are rounded
+    (hadamard.py): codes at equal steps gain by it, those of floats lose.
 
     A scheme that is `read_only` is what checkpoints hold, and nothing is quantized to it.
     """
@@ -38,6 +38,7 @@ class Scheme:
     group: int | None = None
     blocks: bool = False
     zeros: bool = False
+    whole: bool = True
     offset: int = 0
     act: str | None = None
     turns: bool = False
@@ -212,6 +213,10 @@ _ROWS = (
     Scheme("int4-wo", "u4", group=GROUPS[0], offset=8),
     Scheme("awq", "u4", group=GROUPS[0], zeros=True),
     Scheme("mxfp4", "u4", group=32, read_only=True),
+    # Blocks of GGUF files, those of 5 and 6 bits in codes of 8.
+    Scheme("q4_1", "u4", group=32, zeros=True, whole=False, read_only=True),
+    Scheme("q8_0", "i8", group=32, read_only=True),
+    Scheme("q6_k", "i8", group=16, read_only=True),
 )
 _GROUPED = ("int4-wo", "awq")  # those that have a row for each group size: `awq-g64`
 SCHEMES: Mapping[str, Scheme] = {row.name: row for row in _ROWS} | {

@@ -76,6 +76,7 @@ class ModelSource(ABC):
     A tensor that is stored quantized reads as floats under its own name. If a scheme of ir/quant.py holds what is
     stored, `native` names it, and `name:q`, `name:s`, `name:z` are tensors too, in that scheme's layouts. Those
     in `transposed` are parameters once their last two axes are swapped. `notes` are lines that a build has to say.
+    `requantizes`: its floats may be rounded again, to a scheme that a build asks for.
     """
 
     name: str
@@ -85,6 +86,7 @@ class ModelSource(ABC):
     native: Mapping[str, str] = MappingProxyType({})
     transposed: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+    requantizes: bool = False
     parent_type: str | None = None  # the multimodal model's type when config() is that of its language model
 
     @abstractmethod

@@ -6,6 +6,7 @@ files; here the bytes of one tensor are read by offset.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,9 +41,11 @@ _CONFIG_TENSORS = {"rope_freqs.weight"}
 
 
 class GGUFSource(ModelSource):
-    """A GGUF file. f16 and bf16 matrices keep their type; vectors, fused and quantized tensors read as f32. Matrices of
-    Q4_0 show their codes too.
+    """A GGUF file. f16 and bf16 matrices keep their type; vectors, fused and quantized tensors read as f32. Matrices
+    whose codes a scheme holds show these too.
     """
+
+    requantizes = True
 
     def __init__(self, path: Path, *, name: str | None = None) -> None:
         self.path, self.name = path, name or path.stem
@@ -129,13 +132,25 @@ class GGUFSource(ModelSource):
         self.tensors = {name: self._info(parts, expected.get(name)) for name, parts in self._parts.items()}
         self._packed = {name: packed for name, parts in self._parts.items() if (packed := self._held(name, parts))}
         self.native = {name: packed.scheme for name, packed in self._packed.items() if packed.scheme}
+        self.notes = tuple(self._left())
         for name, packed in self._packed.items():
             self.tensors |= {f"{name}:{part}": info for part, info in packed.parts.items()}
+
+    def _left(self) -> Iterator[str]:
+        """What no scheme holds of what the file has quantized."""
+        left: dict[str, list[str]] = {}
+        for name, parts in self._parts.items():
+            kind = _type_name(self.header.tensors[parts[0]].ggml_type)
+            if kind not in _PLAIN and name not in self._packed:
+                left.setdefault(kind, []).append(name)
+        for kind, names in left.items():
+            what = "they are dequantized, and stored as a plain weight is"
+            yield f"{len(names)} weights are {kind}, first {names[0]}: {what}"
 
     def _held(self, name: str, parts: list[str]) -> Packed | None:
         """The codes of a matrix whose rows the processor only moves, if a scheme holds them."""
         tensor = self.header.tensors[parts[0]]
-        if len(parts) > 1 or tensor.shape != self.tensors[name].shape or not gguf_blocks.holds(tensor):
+        if len(parts) > 1 or tensor.shape != self.tensors[name].shape or not gguf_blocks.scheme_of(tensor):
             return None
         try:
             order = gguf_blocks.row_order(lambda numbers: self._process(parts[0], numbers), tensor.shape[0])

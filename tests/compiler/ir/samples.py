@@ -210,7 +210,13 @@ def made(row: Scheme, w: np.ndarray) -> tuple[np.ndarray, ...]:
     if not row.read_only:
         return tuple(row.part(w, part) for part in row.parts)
     shape = row.part_type(TensorType("f32", w.shape), "s").shape
-    return RNG.integers(0, 16, w.shape).astype(np.uint8), np.exp2(RNG.integers(-4, 3, shape)).astype(np.float32)
+    low, high, dtype, most = (0, 16, np.uint8, 3) if row.codes == "u4" else (-128, 128, np.int8, -2)
+    parts = [
+        RNG.integers(low, high, w.shape).astype(dtype),
+        np.exp2(RNG.integers(most - 7, most, shape)).astype(np.float32),
+        RNG.uniform(-3, 18, shape).astype(np.float32),
+    ]
+    return tuple(parts[: len(row.parts)])
 
 
 def rows(row: Scheme, x: np.ndarray) -> tuple[np.ndarray, ...]:

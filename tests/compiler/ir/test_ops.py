@@ -154,6 +154,7 @@ def _experts(s, x, ids, w, *rest):
     return chosen * ((slots >= 0) & (slots < len(w)))[..., None]
 
 
+GROUPS = {"mxfp4": 32, "q4_1": 32, "q8_0": 32, "q6_k": 16}
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 
 
@@ -165,7 +166,7 @@ def _dequantized(s, q, scale, z=None):
     if scale.ndim < q.ndim:
         return q * scale[..., None]
     zero = torch.full_like(scale, 8.0 if name.startswith("int4-wo") else 0.0) if z is None else z
-    size = 32 if name == "mxfp4" else int(name.split("-g")[1]) if "-g" in name else 128
+    size = GROUPS.get(name) or (int(name.split("-g")[1]) if "-g" in name else 128)
     groups = q.split(size, dim=-1)
     return torch.cat([(g - zero[..., i, :, None]) * scale[..., i, :, None] for i, g in enumerate(groups)], dim=-1)
 

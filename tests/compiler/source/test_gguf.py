@@ -11,8 +11,10 @@ import gguf
 import numpy as np
 import pytest
 
+from planc.compiler.ir.quant import SCHEMES
 from planc.compiler.ir.recipe import evaluate
-from planc.compiler.source import bind, new_model, open_source
+from planc.compiler.ir.types import DTYPES
+from planc.compiler.source import bind, gguf_blocks, new_model, open_source
 from planc.compiler.source.files import SpanReader
 from planc.compiler.source.gguf import GGUFSource, dequantizable, dequantize_span
 from planc.compiler.source.gguf_config import llama3_parameters
@@ -99,23 +101,52 @@ def test_equals_the_whole_file_loader(arch: str, tmp_path: Path) -> None:
             np.testing.assert_array_equal(source.read(name), tensor.numpy())
 
 
+HELD = {Type.Q4_0: "int4-wo-g32", Type.Q4_1: "q4_1", Type.Q5_0: "q8_0", Type.Q8_0: "q8_0"}
+
+
+@pytest.mark.parametrize("kind", HELD, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma2"])
-def test_codes_of_q4_0_are_kept(arch: str, tmp_path: Path) -> None:
+def test_codes_are_kept(arch: str, kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
     """Rows of q and k that the file permutes are put back in order, the codes as the floats."""
     folder = tiny(arch, tmp_path, tokenizer=False)
-    write(folder, tmp_path / "model.gguf", Type.Q4_0)
+    write(folder, tmp_path / "model.gguf", kind)
     with open_source(str(tmp_path / "model.gguf")) as source, open_source(str(folder)) as original:
         matrices = [name for name, info in original.tensors.items() if len(info.shape) == 2]
-        assert dict(source.native) == dict.fromkeys(matrices, "int4-wo-g32")
+        assert dict(source.native) == dict.fromkeys(matrices, HELD[kind])
         assert bind(new_model(source.config()), source).unused == []
         check_parts(source)
 
 
-@pytest.mark.parametrize("kind", [Type.Q4_1, Type.Q8_0], ids=lambda kind: kind.name)
-def test_codes_that_no_scheme_holds_are_floats_alone(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
-    write(tiny("llama", tmp_path, tokenizer=False), tmp_path / "m.gguf", kind)
+@pytest.mark.parametrize("kind", [*HELD, Type.Q4_K, Type.Q6_K], ids=lambda kind: kind.name)
+def test_any_block_is_what_gguf_makes_of_it(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
+    """Blocks of random bytes; in some the scale is zero, or all of them are the group's minimum."""
+    rng = np.random.default_rng(0)
+    width = gguf.GGML_QUANT_SIZES[kind][1]
+    blocks = rng.integers(0, 256, (6, 4, width), np.uint8)
+    halves = {Type.Q6_K: [208]}.get(kind, [0, 2] if kind in (Type.Q4_1, Type.Q4_K) else [0])
+    for at in halves:
+        blocks[..., at : at + 2] = rng.normal(0, 0.01, (6, 4, 1)).astype("<f2").view(np.uint8)
+    blocks[3, :, halves[0] : halves[0] + 2] = 0
+    blocks[4, 1, halves[-1] : halves[-1] + 2] = 0
+    path = tmp_path / "blocks"
+    path.write_bytes(blocks.tobytes())
+    want = gguf.quants.dequantize(blocks.reshape(6, -1), kind)
+    order = np.array([5, 0, 1, 2, 4, 3])
+    with contextlib.closing(SpanReader(path)) as file:
+        held = gguf_blocks.packed(file, GGUFTensor(want.shape, kind, 0, blocks.nbytes), order)
+        assert held.scheme is not None
+        row = SCHEMES[held.scheme]
+        made = row.dequantize(*(held.part(p) for p in row.parts))
+        np.testing.assert_allclose(made, want[order], rtol=0, atol=1e-6 * np.abs(want).max())
+        np.testing.assert_array_equal(held.floats(1, 3), made[1:3])
+        assert held.part("q").dtype == DTYPES[row.codes]
+
+
+def test_codes_that_no_scheme_holds_are_floats_alone(tmp_path: Path) -> None:
+    write(tiny("llama", tmp_path, tokenizer=False), tmp_path / "m.gguf", Type.Q5_1)
     with open_source(str(tmp_path / "m.gguf")) as source:
         assert source.native == {}
+        assert "weights are Q5_1, first model.embed_tokens.weight: they are dequantized" in source.notes[0]
 
 
 def test_a_scale_of_q4_0_that_is_not_a_number_is_named(tmp_path: Path) -> None:

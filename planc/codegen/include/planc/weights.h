@@ -58,8 +58,9 @@ namespace detail {
 PLANC_INLINE VecI upper_halves(Vec low, Vec high) { return shift_right<16>(as_int(low)) | (as_int(high) & splat_int(int32_t(0xffff0000u))); }
 }  // namespace detail
 
-struct PackedI8 : Plain {  // "n64k4": i8 [N/64][K/4][64][4], f32 scale [N]
-    static constexpr int GROUP = 4;
+template <int SCALES>
+struct GroupedI8 : Plain {  // "n64k4": i8 [N/64][K/4][64][4], one f32 scale a column or one for each SCALES of its k
+    static constexpr int GROUP = 4, SCALE_K = SCALES;
     static constexpr bool SCALED = true;
     // A byte converts from the top of its lane, one instruction less than a sign extension: exact, but 2^24 too large.
     static constexpr float UNIT = 1.0f / 16777216.0f;
@@ -77,6 +78,8 @@ struct PackedI8 : Plain {  // "n64k4": i8 [N/64][K/4][64][4], f32 scale [N]
         return float(reinterpret_cast<const int8_t*>(row)[k / GROUP * (BLOCK * GROUP) + k % GROUP]);
     }
 };
+
+using PackedI8 = GroupedI8<0>;
 
 struct DotsI8 : PackedI8 {  // the same bytes, to be multiplied with i8
     using X = int8_t;
@@ -171,6 +174,25 @@ struct ZerosU4 : detail::PackedU4<SCALES> {
 
    private:
     VecI zeros_;
+};
+
+// Codes less a number for each column and SCALES of k, f32 [K/SCALES][N].
+template <int SCALES>
+struct FractionsU4 : detail::PackedU4<SCALES> {
+    using Base = detail::PackedU4<SCALES>;
+    static constexpr bool ZEROS = true;
+    static constexpr int BYTE_ZERO = -1;  // the sums of digits themselves
+    static constexpr float UNIT = PackedI8::UNIT;
+
+    PLANC_INLINE void take_zeros(Vec z) { zeros_ = z * splat(1.0f / UNIT); }
+    template <int I>
+    PLANC_INLINE Vec unpack(const char* line) const {
+        return to_float(byte_at_top<I / 2>(Base::template codes<I>(line))) - zeros_;
+    }
+    static PLANC_INLINE float at(const char* row, int k) { return float(Base::code(row, k)); }
+
+   private:
+    Vec zeros_;
 };
 
 // Codes in e2m1: sign, two bits of exponent, one of mantissa.
