@@ -139,7 +139,7 @@ def test_the_passes_do_what_they_say() -> None:
     verify(graph, "planned")
     assert ops.count("qexpert_linear") == 2
     assert "expert_linear" not in ops
-    assert graph.types["up.q"].layout == "n64k4"
+    assert graph.types["up.q"].layout == "n64u4"
     assert graph.types["up.s"].shape == (4, 40)
     assert ops.count("fused") == 1
     assert ops.count("copy") == 1, "the one column of a merged layer becomes dense before it is a vector"

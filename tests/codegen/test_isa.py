@@ -17,17 +17,17 @@ APPENDED = (f32("T", 2, 40), f32("T", 2, 40), i32("T"), tensor("u8", "P", 8192))
 TURNED = (f32("T", 6, 40), *APPENDED[:2], f32(50, 12), f32(50, 12), i32("T"), *APPENDED[2:])
 PAGED = (f32("T", 6, 40), tensor("u8", "P", 8192), i32("S", "M"), i32("S1"), i32("T"))
 QUANTIZED = {
-    "int8": (tensor("i8", "T", 64), f32("T"), tensor("i8", 100, 64, layout="n64k4"), f32(100)),
+    "int8": (tensor("i8", "T", 64), f32("T"), tensor("i8", 100, 64, layout="n64u4"), f32(100)),
     "fp8-block": (tensor("f8e4m3", "T", 64), f32("T"), tensor("f8e4m3", 100, 64, layout="n64k4"), f32(1, 100)),
     "awq-g32": (f32("T", 64), tensor("u4", 100, 64, layout="n64k8"), f32(2, 100), f32(2, 100)),
     "int4-wo-g32": (f32("T", 64), tensor("u4", 100, 64, layout="n64k8"), f32(2, 100)),
     "q4_1": (f32("T", 64), tensor("u4", 100, 64, layout="n64k8"), f32(2, 100), f32(2, 100)),
-    "q6_k": (f32("T", 64), tensor("i8", 100, 64, layout="n64k4"), f32(4, 100)),
+    "q6_k": (f32("T", 64), tensor("i8", 100, 64, layout="n64u4"), f32(4, 100)),
     "mxfp4": (f32("T", 64), tensor("u4", 100, 64, layout="n64k8"), f32(2, 100)),
 }
 CASES = [
     case("linear", f32("T", 70), tensor("bf16", 100, 70, layout="n64k2")),
-    case("qlinear", f32("T", 70), tensor("i8", 100, 70, layout="n64k4"), f32(100), scheme="int8-wo"),
+    case("qlinear", f32("T", 70), tensor("i8", 100, 70, layout="n64u4"), f32(100), scheme="int8-wo"),
     case("layer_norm", f32("T", 70), f32(70), f32(70), eps=1e-5, bias=True),
     case("act_mul", f32("T", 20), f32("T", 20), act="gelu"),
     case("act_mul", f32("T", 20), f32("T", 20), act="gelu_tanh"),
@@ -63,7 +63,7 @@ CASES = [
         "expert_linear", f32("T", 70), i32("T", 2), tensor("bf16", 4, 100, 70, layout="n64k2"), f32(4, 100), bias=True
     ),
     case(
-        "qexpert_linear", f32("T", 70), i32("T", 2), tensor("i8", 4, 9, 70, layout="n64k4"), f32(4, 9), scheme="int8-wo"
+        "qexpert_linear", f32("T", 70), i32("T", 2), tensor("i8", 4, 9, 70, layout="n64u4"), f32(4, 9), scheme="int8-wo"
     ),
     case("quantize_rows", f32("T", 70), dtype="i8"),
     case("quantize_rows", f32("T", 70), dtype="f8e4m3"),

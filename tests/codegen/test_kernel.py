@@ -80,7 +80,7 @@ def test_layouts_that_inputs_must_have() -> None:
     c = case("linear", f32("T", 32), tensor("bf16", 64, 32))
     assert layouts(c.node, c.types, V3) == ("any", "n64k2")
     c = case("qlinear", f32("T", 32), tensor("i8", 64, 32), f32(64), scheme="int8-wo")
-    assert layouts(c.node, c.types, V3) == ("any", "n64k4", "row")
+    assert layouts(c.node, c.types, V3) == ("any", "n64u4", "row")
     c = case("embedding", tensor("bf16", 64, 32, layout="n64k2"), i32("T"))
     assert layouts(c.node, c.types, V3) == ("any", "row")
 

@@ -192,8 +192,8 @@ def test_a_node_without_a_form_is_named() -> None:
 STORED = {
     "matrix": ("f32", (70, 9), "n64"),
     "wide": ("bf16", (130, 7), "n64k2"),
-    "codes": ("i8", (200, 10), "n64k4"),
-    "experts": ("i8", (3, 70, 10), "n64k4"),
+    "codes": ("i8", (200, 10), "n64u4"),
+    "experts": ("i8", (3, 70, 10), "n64u4"),
     "norm": ("f32", (9,), "row"),
     "table": ("bf16", (50, 9), "row"),
 }

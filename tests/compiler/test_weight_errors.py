@@ -23,7 +23,7 @@ def graph_of(recipes: dict[str, Recipe], op: str, constants: dict[str, np.ndarra
 
 def parts(scheme: str, *inputs: Recipe) -> dict[str, Recipe]:
     made = {p: step("quantize", *inputs, scheme=scheme, part=p) for p in SCHEMES[scheme].parts}
-    return {f"w.{p}": step("pack", r, layout="n64k4") if p + scheme == "qint8-wo" else r for p, r in made.items()}
+    return {f"w.{p}": step("pack", r, layout="n64u4") if p + scheme == "qint8-wo" else r for p, r in made.items()}
 
 
 def relative(w: np.ndarray, scheme: str, clip: np.ndarray | None = None) -> float:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.kernels.harness import Case, Library, assert_same_bits, case, f32, i32, random, tensor
 
-TABLES = [("f32", "row"), ("bf16", "row"), ("f32", "n64"), ("bf16", "n64k2"), ("i8", "row"), ("i8", "n64k4")]
+TABLES = [("f32", "row"), ("bf16", "row"), ("f32", "n64"), ("bf16", "n64k2"), ("i8", "row"), ("i8", "n64u4")]
 COUNT, WIDTH = 130, 37
 IDS = np.array([0, 63, 64, 65, 127, 128, 129, 0], np.int32)
 

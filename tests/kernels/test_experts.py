@@ -7,7 +7,7 @@ import pytest
 from planc.compiler.ir.ops import OPS
 from tests.kernels.harness import Case, Library, assert_close, assert_same_bits, case, f32, i32, random, tensor
 
-LAYOUTS = {"f32": "n64", "bf16": "n64k2", "i8": "n64k4"}
+LAYOUTS = {"f32": "n64", "bf16": "n64k2", "i8": "n64u4"}
 TOKENS = 230
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.kernels.harness import Case, Library, assert_close, assert_same_bits, case, f32, random, tensor
 
-LAYOUTS = {"f32": "n64", "bf16": "n64k2", "i8": "n64k4"}
+LAYOUTS = {"f32": "n64", "bf16": "n64k2", "i8": "n64u4"}
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 13, 23, 24, 25, 48, 193, 200)
 
 

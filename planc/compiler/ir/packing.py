@@ -1,9 +1,9 @@
 """Packed layouts of linear weights: in goes W[.., N, K], out come its bytes as kernels read them, padded with zeros.
 
 `n64` is [N/64][K][64], `n64k2` is [N/64][K/2][64][2], `n64k4` is [N/64][K/4][64][4]: the lane that a kernel reads holds
-neighbours in K of one output channel, as the dot-product instructions of the targets want them. `n64k8` is for codes of
-4 bits: [N/64][K/8][64][4] bytes, each with the code of an even k in its low half and that of the next in its high half.
-`k2` is [N][K/2] bytes of such pairs, rows as they were: the layout of codes of 4 bits on GPUs.
+neighbours in K of one output channel, as the dot-product instructions of the targets want them. `n64u4` is `n64k4` of
+i8, each 128 more than it is: bytes without a sign, as vpdpbusd takes them. `n64k8` is for codes of 4 bits:
+[N/64][K/8][64][4] bytes, each with the code of an even k in its low half and that of the next in its high half. `k2` is [N][K/2] bytes of such pairs, rows as they were: the layout of codes of 4 bits on GPUs.
 A stack of matrices (experts) is packed one by one.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from planc.compiler.ir.types import PACKED, PAIRS
 
 BLOCK = 64
-HALVES = "n64k8"
+HALVES, UNSIGNED = "n64k8", "n64u4"
 
 
 def packed_shape(shape: Sequence[int], layout: str) -> tuple[int, ...]:
@@ -37,7 +37,14 @@ def pack(w: np.ndarray, layout: str) -> np.ndarray:
     out = np.zeros(packed_shape(w.shape, layout), w.dtype)
     for at in np.ndindex(*w.shape[:-2]):
         _pack(w[at], out[at], PACKED[layout])
-    return out
+    return _with_other_sign(out) if layout == UNSIGNED else out
+
+
+def _with_other_sign(codes: np.ndarray) -> np.ndarray:
+    """i8 as bytes of 128 more, and back, in place."""
+    octets = codes.view(np.uint8)
+    np.bitwise_xor(octets, 0x80, out=octets)
+    return codes
 
 
 def _pack(w: np.ndarray, out: np.ndarray, group: int) -> None:
@@ -60,6 +67,8 @@ def unpack(packed: np.ndarray, shape: Sequence[int], layout: str) -> np.ndarray:
     *_, blocks, groups, _, size = packed_shape(shape, layout)
     group = PACKED[layout]
     lanes = packed.reshape(*stack, blocks, groups, BLOCK, size)
+    if layout == UNSIGNED:
+        lanes = _with_other_sign(lanes.copy())
     if layout == HALVES:
         lanes = np.stack([lanes & 15, lanes >> 4], axis=-1).reshape(*lanes.shape[:-1], group)
     wide = lanes.swapaxes(-3, -2)

@@ -48,8 +48,8 @@ class TensorType:
     """What a value is: a dtype of `DTYPES`, a shape of ints and symbols, a layout.
 
     Layouts: `row` is dense row-major; `strides:a,b` gives the strides, in elements, of every axis but the innermost,
-    whose stride is 1 (a view into a wider buffer); `n64`, `n64k2`, `n64k4`, `n64k8`, `k2` are the packed layouts of
-    linear weights, where `shape` stays the logical (N, K), or (E, N, K) for a stack of experts.
+    whose stride is 1 (a view into a wider buffer); `n64`, `n64k2`, `n64k4`, `n64u4`, `n64k8`, `k2` are the packed
+    layouts of linear weights, where `shape` stays the logical (N, K), or (E, N, K) for a stack of experts.
     """
 
     dtype: str
@@ -106,5 +106,5 @@ class TensorType:
 # Packed weight layouts of linear layers and how many neighbours in K lie together: 64 output channels a block, or rows
 # as they are whose codes of 4 bits share bytes in pairs.
 PAIRS = "k2"
-PACKED = {"n64": 1, "n64k2": 2, "n64k4": 4, "n64k8": 8, PAIRS: 2}
-PACKED_FOR = {"f32": "n64", "bf16": "n64k2", "i8": "n64k4", "f8e4m3": "n64k4", "u4": "n64k8"}
+PACKED = {"n64": 1, "n64k2": 2, "n64k4": 4, "n64u4": 4, "n64k8": 8, PAIRS: 2}
+PACKED_FOR = {"f32": "n64", "bf16": "n64k2", "i8": "n64u4", "f8e4m3": "n64k4", "u4": "n64k8"}

@@ -187,8 +187,8 @@ def _experts() -> Iterator[Sample]:
     yield Sample("expert_linear", (normal(5, 9), every, w), tokens=(True,))
     layouts, shapes = ("row", "row", "n64"), (None, None, w.shape)
     yield Sample("expert_linear", (normal(5, 9), picks, pack(w, "n64")), {}, three, layouts, shapes)
-    args = (normal(5, 9), picks, pack(q, "n64k4"), s, bias)
-    layouts = ("row", "row", "n64k4")
+    args = (normal(5, 9), picks, pack(q, "n64u4"), s, bias)
+    layouts = ("row", "row", "n64u4")
     yield Sample("qexpert_linear", args, {"scheme": "int8-wo", "bias": True}, three, layouts, shapes)
 
 

@@ -34,7 +34,7 @@ RECIPES = {
     "cast": step("cast", GATE_UP, dtype="bf16"),
     "codes": step("quantize", GATE_UP, scheme="int8-wo", part="q"),
     "scales": step("quantize", GATE_UP, scheme="int8-wo", part="s"),
-    "packed": step("pack", step("quantize", GATE_UP, scheme="int8-wo", part="q"), layout="n64k4"),
+    "packed": step("pack", step("quantize", GATE_UP, scheme="int8-wo", part="q"), layout="n64u4"),
     "fused": step("pack", FUSED, layout="n64k2"),
     "half": step("slice", FUSED, axis=1, start=WIDE, stop=2 * WIDE),
     "some": step("slice", FUSED, axis=0, start=1, stop=5),

@@ -22,6 +22,8 @@ def test_unpack_is_the_inverse_of_pack(layout: str, shape: tuple[int, ...]) -> N
     if layout != "k2":
         assert packed.shape[-2:] == (64, 4 if halves else PACKED[layout])
     assert (unpack(packed, shape, layout) == w).all()
+    if layout == "n64u4":
+        packed = (packed.view(np.uint8) ^ 0x80).view(np.int8)
     if not halves:
         assert int(np.abs(packed.astype(int)).sum()) == int(np.abs(w.astype(int)).sum())
 
@@ -44,6 +46,8 @@ def test_a_stack_is_packed_and_quantized_one_by_one() -> None:
 def test_a_packed_lane_holds_neighbours_in_k_of_one_channel() -> None:
     w = np.arange(128 * 8, dtype=np.float32).reshape(128, 8)
     assert (pack(w, "n64k4")[1, 1, 3] == w[64 + 3, 4:8]).all()
+    signed = (w.astype(np.int32) % 256 - 128).astype(np.int8)
+    assert (pack(signed, "n64u4")[1, 1, 3].view(np.uint8) == signed[64 + 3, 4:8].astype(np.int32) + 128).all()
     codes = w.astype(np.uint8) % 16
     assert (pack(codes, "k2")[5] == codes[5, ::2] + 16 * codes[5, 1::2]).all()
 

@@ -4,7 +4,7 @@
 //
 // Keys are walked in chunks of 256 absolute positions. A chunk gives (peak, sum, weighted values) of its own: scores,
 // their peak, exponentials, the sum in 16 lanes (lane = position % 16), values added in order of position. Chunks join in
-// order. Rows (token, query head) that share a KV head run together in registers, which never changes a row's bits. Where
+// order. Scores are in powers of two: what multiplies them has log2(e) in it. Rows (token, query head) that share a KV head run together in registers, which never changes a row's bits. Where
 // values are multiplied in pairs of positions (attention_operands.h), an even one begins a pair, whichever a row sees.
 #pragma once
 #include <algorithm>
@@ -291,7 +291,7 @@ class PagedAttention {
         for (int b = 0; b < NB; ++b) {
             const int position = c.base + j + b * LANES;
             if constexpr (!PACKED) key[b] = key_at(from, position);
-            scale[b] = scales(in_.cache.key_scales, position, from, Config::SCALE);
+            scale[b] = scales(in_.cache.key_scales, position, from, Config::SOFTCAP == 0.0f ? Config::SCALE * LOG2_E : Config::SCALE);
         }
         for (int m = 0; m < MR; ++m) q[m] = rows[m].q;
         [[maybe_unused]] const char* ahead[NB];
@@ -318,10 +318,13 @@ class PagedAttention {
                 PLANC_UNROLL for (int b = 0; b < NB; ++b) acc[m][b] = Ops::multiply_add(qi, k[b], acc[m][b]);
             }
         }
+        bool all_seen = true;
+        PLANC_UNROLL for (int m = 0; m < MR; ++m) all_seen &= c.begin[m] <= j && c.end[m] >= j + NB * LANES;
         PLANC_UNROLL for (int m = 0; m < MR; ++m) {
             PLANC_UNROLL for (int b = 0; b < NB; ++b) {
                 const int at = j + b * LANES;
-                const Vec s = masked(biased(adjusted(acc[m][b], scale[b]), rows[m], c.base + at), c.begin[m] - at, c.end[m] - at);
+                Vec s = biased(adjusted(acc[m][b], scale[b]), rows[m], c.base + at);
+                if (!all_seen) s = masked(s, c.begin[m] - at, c.end[m] - at);
                 store(c.p[m] + at, s);
                 peak[m] = max(peak[m], s);
             }
@@ -341,13 +344,13 @@ class PagedAttention {
     static PLANC_INLINE Vec adjusted(Vec dot, Vec scale) {
         const Vec s = dot * scale;
         if constexpr (Config::SOFTCAP == 0.0f) return s;
-        return splat(Config::SOFTCAP) * tanh(s / splat(Config::SOFTCAP));
+        return splat(Config::SOFTCAP * LOG2_E) * tanh(s / splat(Config::SOFTCAP));
     }
 
     // Scores of the keys from `position` on, with the bias of their distance to the row's query.
     static PLANC_INLINE Vec biased(Vec s, const Row& row, int position) {
         if constexpr (!Config::ALIBI) return s;
-        return fma(splat(row.slope), to_float(iota() + splat_int(position - (row.end - 1))), s);
+        return fma(splat(row.slope * LOG2_E), to_float(iota() + splat_int(position - (row.end - 1))), s);
     }
 
     // Lanes begin..end of a score, -infinity elsewhere.
@@ -366,7 +369,7 @@ class PagedAttention {
             const Vec peak = splat(c.peak[m]);
             Vec total = zero();
             const auto weight = [&](int j) PLANC_INLINED {
-                const Vec e = exp_below_zero(load(c.p[m] + j) - peak);
+                const Vec e = Ops::power_below_one(load(c.p[m] + j) - peak);
                 total = total + e;
                 return SCALED ? e * scales(in_.cache.value_scales, c.base + j, from, 1.0f) : e;
             };
@@ -460,8 +463,8 @@ class PagedAttention {
             now[m] = c.peak[m] - peak[m];
             sums[m] = state.sum;
         }
-        store(old, exp_below_zero(load(old)));
-        store(now, exp_below_zero(load(now)));
+        store(old, power_of_two_below_one(load(old)));
+        store(now, power_of_two_below_one(load(now)));
         store(sums, fma(load(sums), load(old), load(c.sum) * load(now)));
         for (int m = 0; m < used; ++m) {
             if (c.begin[m] >= c.end[m]) continue;
@@ -478,9 +481,9 @@ class PagedAttention {
     void finish(int token, int head, State& state) const {
         Vec total = splat(state.sum), factor = splat(1.0f);
         if constexpr (Config::SINKS) {
-            const float sink = in_.sinks[head], top = std::max(state.peak, sink);
-            factor = exp_below_zero(splat(state.peak - top));
-            total = fma(total, factor, exp_below_zero(splat(sink - top)));
+            const float sink = in_.sinks[head] * LOG2_E, top = std::max(state.peak, sink);
+            factor = power_of_two_below_one(splat(state.peak - top));
+            total = fma(total, factor, power_of_two_below_one(splat(sink - top)));
         }
         float* y = y_ + (int64_t(token) * Config::HEADS + head) * V_DIM;
         for_each_vec(V_DIM, [&](int i, int n) PLANC_INLINED {

@@ -25,7 +25,7 @@ namespace detail {
 constexpr int CHUNK = 256;     // positions that are summed on their own
 constexpr int AHEAD = 64;      // positions that are asked of memory before their turn: pages lie far apart
 constexpr int LINE = 64;       // bytes that come together
-constexpr int TILE_ROWS = 96;  // (token, head) rows, at most, that walk a chunk of K and V while it is in the cache
+constexpr int TILE_ROWS = 192;  // (token, head) rows, at most, that walk a chunk of K and V while it is in the cache
 constexpr int TILES = 4;       // of each thread, if there are rows enough: with fewer, more threads wait for the last
                                // one, so that chunks of decode are shared out instead
 constexpr float NEVER = -std::numeric_limits<float>::infinity();

@@ -6,6 +6,7 @@
 #pragma once
 #include "planc/dots.h"
 #include "planc/kv.h"
+#include "planc/vecmath.h"
 
 namespace planc {
 
@@ -24,6 +25,9 @@ struct Operands {
         if constexpr (PAIRED) return dot_bf16(as_int(a), as_int(b), sum);
         return fma(a, b, sum);
     }
+
+    // 2^x, x <= 0, as exact as probabilities are kept.
+    static PLANC_INLINE Vec power_below_one(Vec x) { return PAIRED ? coarse_power_of_two_below_one(x) : power_of_two_below_one(x); }
 
     // Step i of the 16 keys that begin at `key`.
     static PLANC_INLINE Vec key(const Element* key, int i) {

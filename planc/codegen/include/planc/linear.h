@@ -104,7 +104,7 @@ class LinearTiles {
     static constexpr int PANEL_TILE_ROWS = std::min(TILE_ROWS, ACCUMULATORS / PANEL_VECS);
     static constexpr bool BIAS = Config::BIAS;
     // Whether the packed lines are a panel already.
-    static constexpr bool IN_PLACE = Form::DOTS && std::is_same_v<Format, PackedBf16> && PANEL_VECS * LANES == BLOCK;
+    static constexpr bool IN_PLACE = Form::DOTS && Format::LINES_ARE_DOTS && PANEL_VECS * LANES == BLOCK;
     using PackedSource = detail::Packed<Format>;
     using UnpackedSource = typename detail::PanelOf<Form, PANEL_VECS>::Source;
     using PanelSource = std::conditional_t<IN_PLACE, detail::Packed<Format, false>, UnpackedSource>;

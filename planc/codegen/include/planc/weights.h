@@ -20,12 +20,12 @@ PLANC_INLINE float f8_to_float(F8 code) {
 // the stored number. `at` is that of one lane, element k of its row. SCALED formats have f32 scales besides: one a column,
 // or one for each SCALE_K of its k where that is not 0. Those with ZEROS have as many zero points. X is what they multiply.
 // BY_VECTOR: the k of a line share work, and GROUP divides K. Where several k are multiplied at once, dots<P> gives those of
-// step P: pairs of bf16, or pairs of halves or bytes without a sign for codes that are multiplied as integers. Codes that
-// multiply codes are INTEGERS, those that can multiply DIGITS of a number (BYTE_DOTS) are whole numbers, BYTE_ZERO more than
-// they should be, where ZEROS do not say so, in units of BYTE_UNIT.
+// step P: pairs of bf16, or pairs of halves or bytes without a sign for codes that are multiplied as integers; lines may be
+// that as they are (LINES_ARE_DOTS). Codes that multiply codes are INTEGERS, those that can multiply DIGITS of a number
+// (BYTE_DOTS) are whole numbers, BYTE_ZERO more than they should be, where ZEROS do not say so, in units of BYTE_UNIT.
 struct Plain {
     using X = float;
-    static constexpr bool SCALED = false, ZEROS = false, INTEGERS = false, DIGITS = false, BY_VECTOR = false;
+    static constexpr bool SCALED = false, ZEROS = false, INTEGERS = false, DIGITS = false, BY_VECTOR = false, LINES_ARE_DOTS = false;
     static constexpr int SCALE_K = 0;
     static constexpr float UNIT = 1.0f, BYTE_UNIT = 1.0f;
 };
@@ -40,6 +40,7 @@ struct PackedF32 : Plain {  // "n64": f32 [N/64][K][64]
 
 struct PackedBf16 : Plain {  // "n64k2": bf16 [N/64][K/2][64][2]
     static constexpr int GROUP = 2;
+    static constexpr bool LINES_ARE_DOTS = BF16_DOTS;
     template <int I>
     static PLANC_INLINE Vec unpack(const char* line) {
         return I == 0 ? bf16_low(load_int(line)) : bf16_high(load_int(line));
@@ -59,23 +60,24 @@ PLANC_INLINE VecI upper_halves(Vec low, Vec high) { return shift_right<16>(as_in
 }  // namespace detail
 
 template <int SCALES>
-struct GroupedI8 : Plain {  // "n64k4": i8 [N/64][K/4][64][4], one f32 scale a column or one for each SCALES of its k
+struct GroupedI8 : Plain {  // "n64u4": i8 and 128 [N/64][K/4][64][4], one f32 scale a column or one for each SCALES of its k
     static constexpr int GROUP = 4, SCALE_K = SCALES;
     static constexpr bool SCALED = true;
     // A byte converts from the top of its lane, one instruction less than a sign extension: exact, but 2^24 too large.
     static constexpr float UNIT = 1.0f / 16777216.0f;
-    static constexpr bool DIGITS = true;
+    static constexpr bool DIGITS = true, LINES_ARE_DOTS = BYTE_DOTS;
     static constexpr int BYTE_ZERO = 128;
+    static PLANC_INLINE VecI codes(const char* line) { return minus_bytes(load_int(line), splat_int(int32_t(0x80808080u))); }
     template <int I>
     static PLANC_INLINE Vec unpack(const char* line) {
-        return to_float(byte_at_top<I>(load_int(line)));
+        return to_float(byte_at_top<I>(codes(line)));
     }
     template <int P>
     static PLANC_INLINE VecI dots(const char* line) {
-        return minus_bytes(load_int(line), splat_int(int32_t(0x80808080u)));
+        return load_int(line);
     }
     static PLANC_INLINE float at(const char* row, int k) {
-        return float(reinterpret_cast<const int8_t*>(row)[k / GROUP * (BLOCK * GROUP) + k % GROUP]);
+        return float(reinterpret_cast<const uint8_t*>(row)[k / GROUP * (BLOCK * GROUP) + k % GROUP]) - float(BYTE_ZERO);
     }
 };
 
@@ -88,7 +90,7 @@ struct DotsI8 : PackedI8 {  // the same bytes, to be multiplied with i8
     template <int P>
     static PLANC_INLINE VecI dots(const char* line) {
         if constexpr (BYTE_DOTS) return PackedI8::dots<P>(line);
-        return P == 0 ? even_bytes(load_int(line)) : odd_bytes(load_int(line));
+        return P == 0 ? even_bytes(codes(line)) : odd_bytes(codes(line));
     }
 };
 
