@@ -3,7 +3,8 @@
 `n64` is [N/64][K][64], `n64k2` is [N/64][K/2][64][2], `n64k4` is [N/64][K/4][64][4]: the lane that a kernel reads holds
 neighbours in K of one output channel, as the dot-product instructions of the targets want them. `n64u4` is `n64k4` of
 i8, each 128 more than it is: bytes without a sign, as vpdpbusd takes them. `n64k8` is for codes of 4 bits:
-[N/64][K/8][64][4] bytes, each with the code of an even k in its low half and that of the next in its high half. `k2` is [N][K/2] bytes of such pairs, rows as they were: the layout of codes of 4 bits on GPUs.
+[N/64][K/8][64][4] bytes, each with the code of an even k in its low half and that of the next in its high half. `k2` is
+[N][K/2] bytes of such pairs, rows as they were: the layout of codes of 4 bits on GPUs.
 A stack of matrices (experts) is packed one by one.
 """
 
