@@ -146,7 +146,7 @@ def test_codes_that_no_scheme_holds_are_floats_alone(tmp_path: Path) -> None:
     write(tiny("llama", tmp_path, tokenizer=False), tmp_path / "m.gguf", Type.Q5_1)
     with open_source(str(tmp_path / "m.gguf")) as source:
         assert source.native == {}
-        assert "weights are Q5_1, first model.embed_tokens.weight: they are dequantized" in source.notes[0]
+        assert "16 weights are Q5_1, first lm_head.weight: they are dequantized" in source.notes[0]
 
 
 def test_a_scale_of_q4_0_that_is_not_a_number_is_named(tmp_path: Path) -> None:
