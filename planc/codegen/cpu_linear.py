@@ -71,6 +71,16 @@ def _buffers(node: Node) -> dict[str, int | None]:
     return {"row_scales": at.row_scales, "ids": at.ids, "q": q, "s": s, "z": z, "bias": at.bias, "out": out}
 
 
+def _scale(types: Types, at: int | None) -> tuple[Constant, ...]:
+    """What scales and zero points are, where they are no f32."""
+    dtype = "f32" if at is None else types[at].dtype
+    return () if dtype == "f32" else (alias("Scale", ELEMENTS[dtype], f"scales{dtype}"),)
+
+
+def _element(types: Types, at: int | None) -> str:
+    return ELEMENTS["f32" if at is None else types[at].dtype]
+
+
 def _weight(node: Node, types: Types) -> TensorType:
     return types[_places(node).parts[0]]
 
@@ -112,16 +122,18 @@ def _linear(node: Node, types: Types) -> Design:
     x, w = types[0], _weight(node, types)
     n, k = (int(d) for d in w.shape)
     act = node.attr("act", "")
+    at = _buffers(node)
     constants = (
         *([alias("Gate", gated(node), str(act))] if act else []),
         _format_alias(node, w),
+        *_scale(types, at["s"]),
         integer("N", n),
         integer("K", k),
         integer("X_STRIDE", _row_stride(x)),
         integer("INNER", prod(int(d) for d in x.shape[1:-1])),
         flag("BIAS", _places(node).bias is not None),
     )
-    return Design(constants, {"at": _buffers(node), "gated": bool(act)})
+    return Design(constants, {"at": at, "scale": _element(types, at["s"]), "gated": bool(act)})
 
 
 def _expert_linear(node: Node, types: Types) -> Design:
@@ -129,8 +141,10 @@ def _expert_linear(node: Node, types: Types) -> Design:
     assert at.ids is not None
     x, ids, w = types[0], types[at.ids], _weight(node, types)
     experts, n, k = (int(d) for d in w.shape)
+    buffers = _buffers(node)
     constants = (
         _format_alias(node, w),
+        *_scale(types, buffers["s"]),
         integer("EXPERTS", experts),
         integer("N", n),
         integer("K", k),
@@ -141,7 +155,7 @@ def _expert_linear(node: Node, types: Types) -> Design:
         flag("BIAS", at.bias is not None),
         *(_scale_strides(x) if at.row_scales else ()),
     )
-    return Design(constants, {"at": _buffers(node)})
+    return Design(constants, {"at": buffers, "scale": _element(types, buffers["s"])})
 
 
 def _scale_strides(x: TensorType) -> tuple[Constant, ...]:
@@ -174,7 +188,9 @@ def _embedding(node: Node, types: Types) -> Design:
     assert reader is not None
     at = {"s": 1 if row else None, "z": 2 if row and row.zeros else None, "ids": len(types) - 1, "out": len(types)}
     constants = (integer("COUNT", int(table.shape[0])), integer("WIDTH", table.features))
-    return Design(constants, {"table": f"planc::{reader[0]}", "at": at}, (reader[1], table.layout))
+    scale = _element(types, at["s"])
+    tags = (reader[1], table.layout, *(["scalesbf16"] if scale != ELEMENTS["f32"] else []))
+    return Design(constants, {"table": f"planc::{reader[0]}", "at": at, "scale": scale}, tags)
 
 
 def _product_row(op: str, x: str, weights: str, packed: int) -> Row:

@@ -50,7 +50,8 @@ def _bits(dtype: str) -> float:
         return 32 if dtype == "f32" else 16
     row = SCHEMES[dtype]
     group = row.group or 1 << 12
-    return (4 if row.codes == "u4" else 8) + 32 * len(row.parts[1:]) / group
+    scales = 16 if row.scales == "bf16" else 32
+    return (4 if row.codes == "u4" else 8) + scales * len(row.parts[1:]) / group
 
 
 def _gb(n: int) -> str:

@@ -66,7 +66,7 @@ def _loaded(recipe: Recipe, part: str, row: Scheme, native: Mapping[str, str]) -
     name = str(recipe.get("name"))
     if native.get(name) != row.name:
         return None
-    t = row.part_type(TensorType("f32", infer(recipe).shape), part)
+    t = row.part_type(TensorType("f32", infer(recipe).shape), part, held=True)
     return load(f"{name}:{part}", t.dtype, tuple(int(d) for d in t.shape))
 
 
@@ -88,5 +88,5 @@ def _reshaped(recipe: Recipe, made: Recipe, part: str, row: Scheme) -> Recipe | 
     before, after = infer(recipe.inputs[0]).shape, infer(recipe).shape
     if before[-2:] != after[-2:] or len(after) < 2:
         return None
-    t = row.part_type(TensorType("f32", after), part)
+    t = row.part_type(TensorType("f32", after), part, held=True)
     return step("reshape", made, shape=tuple(int(d) for d in t.shape))

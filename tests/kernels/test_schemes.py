@@ -15,10 +15,10 @@ ROWS = (1, 2, 3, 5, 6, 7, 13, 23, 24, 48, 193, 300)
 IDS = np.array([0, 63, 64, 65, 127, 128, 129, 0, -1, 130], np.int32)
 
 
-def parts(name: str, *shape: int, layout: str | None = None) -> list[TensorType]:
+def parts(name: str, *shape: int, layout: str | None = None, held: bool = False) -> list[TensorType]:
     row, w = scheme(name), TensorType("f32", shape)
     codes = tensor(row.codes, *shape, layout=layout or PACKED_FOR[row.codes])
-    return [codes, *(row.part_type(w, p) for p in row.parts[1:])]
+    return [codes, *(row.part_type(w, p, held=held) for p in row.parts[1:])]
 
 
 def rows_types(name: str, *shape: int | str, layout: str = "row") -> list[TensorType]:
@@ -27,10 +27,12 @@ def rows_types(name: str, *shape: int | str, layout: str = "row") -> list[Tensor
     return [x, f32(*shape[:-1])] if act else [x]
 
 
-def linear(name: str, n: int, k: int, *, bias: bool = False, x: str = "row", inner: int = 0) -> Case:
+def linear(
+    name: str, n: int, k: int, *, bias: bool = False, x: str = "row", inner: int = 0, held: bool = False
+) -> Case:
     given = rows_types(name, *(("T", inner, k) if inner else ("T", k)), layout=x)
     more = {"bias": True} if bias else {}
-    return case("qlinear", *given, *parts(name, n, k), *([f32(n)] if bias else []), scheme=name, **more)
+    return case("qlinear", *given, *parts(name, n, k, held=held), *([f32(n)] if bias else []), scheme=name, **more)
 
 
 def experts(name: str, e: int, n: int, k: int, slots: int, *, bias: bool = False, apart: bool = False) -> Case:
@@ -54,6 +56,8 @@ LINEAR = {
     "int4-wo-g64": linear("int4-wo-g64", 130, 576, bias=True),
     "awq-g32": linear("awq-g32", 65, 320),
     "awq": linear("awq", 96, 384, x="strides:400"),
+    "awq-g64, scales of a checkpoint": linear("awq-g64", 130, 576, held=True),
+    "int4-wo-g32, scales of a checkpoint": linear("int4-wo-g32", 65, 2112, held=True),
     "mxfp4": linear("mxfp4", 65, 96),
     "q4_1": linear("q4_1", 130, 576, bias=True),
     "q8_0": linear("q8_0", 65, 608, x="strides:640"),
@@ -100,11 +104,12 @@ def arrays(c: Case, tokens: int, seed: int = 0) -> list[np.ndarray]:
             made.append(codes(t.dtype, shape, rng))
         elif names[i] == "z":
             whole = scheme(str(dict(c.attrs)["scheme"])).whole
-            made.append((rng.integers(0, 16, shape) if whole else rng.uniform(-4, 20, shape)).astype(np.float32))
+            zeros = rng.integers(0, 16, shape) if whole else rng.uniform(-4, 20, shape)
+            made.append(zeros.astype(DTYPES[t.dtype]))
         else:
             positive = names[i] == "row_scales" or scheme(str(dict(c.attrs)["scheme"])).act
             values = rng.standard_normal(shape).astype(np.float32)
-            made.append(np.abs(values) + np.float32(0.01) if positive else values)
+            made.append((np.abs(values) + np.float32(0.01) if positive else values).astype(DTYPES[t.dtype]))
     if tokens > 3 and c.op != "qembedding":
         made[0][3] = 0
         if "row_scales" in names:

@@ -20,7 +20,8 @@ def held(name: str) -> tuple[dict[str, np.ndarray], dict[str, str], list[Recipe]
     row = SCHEMES[name]
     tensors: dict[str, np.ndarray] = {}
     for tensor in ("a", "b"):
-        parts = [row.part(RNG.standard_normal((N, K)).astype(np.float32), p) for p in row.parts]
+        q, *others = (row.part(RNG.standard_normal((N, K)).astype(np.float32), p) for p in row.parts)
+        parts = [q, *(other.astype(np.float32) for other in others)]
         tensors |= {f"{tensor}:{p}": array for p, array in zip(row.parts, parts, strict=True)}
         tensors[tensor] = row.dequantize(*parts)
     return tensors, dict.fromkeys(("a", "b"), name), [load(t, "f32", (N, K)) for t in ("a", "b")]

@@ -60,7 +60,7 @@ def check_parts(attrs: Attrs, parts: Types) -> None:
         raise ValueError(f"scheme {row.name} has codes of {row.codes}, got {parts[0]}")
     for name, got in zip(row.parts[1:], parts[1:], strict=True):
         wanted = row.part_type(whole, name)
-        if got != wanted:
+        if got not in (wanted, row.part_type(whole, name, held=True)):
             raise ValueError(f"scheme {row.name}: part {name} of {whole} must be {wanted}, got {got}")
 
 

@@ -28,7 +28,8 @@ class Scheme:
     that 128 channels share it too, `zeros` that each group has a zero point, `whole` that those are whole numbers,
     `offset` the zero point of all where it is one number, `act` the dtype that activations are rounded to, a scale a
     token; None leaves them as they are. Rows and weights of a scheme that `turns` turn before they are rounded
-    (hadamard.py): codes at equal steps gain by it, those of floats lose.
+    (hadamard.py): codes at equal steps gain by it, those of floats lose. `scales` is the dtype of scales and zero points
+    where they are made here; what checkpoints hold stays f32.
 
     A scheme that is `read_only` is what checkpoints hold, and nothing is quantized to it.
     """
@@ -42,6 +43,7 @@ class Scheme:
     offset: int = 0
     act: str | None = None
     turns: bool = False
+    scales: str = "f32"
     read_only: bool = False
 
     @property
@@ -59,8 +61,10 @@ class Scheme:
         """The largest code."""
         return int(LIMITS[self.codes])
 
-    def part_type(self, w: TensorType, part: str, outliers: int = 0) -> TensorType:
-        """Type of a part of a weight of type `w`, of which so many features are kept to two digits."""
+    def part_type(self, w: TensorType, part: str, outliers: int = 0, *, held: bool = False) -> TensorType:
+        """Type of a part of a weight of type `w`, of which so many features are kept to two digits; `held` by a
+        checkpoint, or made here.
+        """
         if part not in self.parts:
             raise ValueError(f"scheme {self.name} has parts {' and '.join(self.parts)}, not {part!r}")
         if outliers and not (self.is_float and self.group is None):
@@ -68,7 +72,7 @@ class Scheme:
         if part == "q":
             *rest, k = w.shape
             return TensorType(self.codes, (*rest, int(k) + 2 * outliers) if outliers else w.shape)
-        return TensorType("f32", self._scales_shape(w.shape))
+        return TensorType("f32" if held else self.scales, self._scales_shape(w.shape))
 
     def axis(self, part: str, axis: int, ndim: int) -> int | None:
         """The axis of a part that is `axis` of a weight with `ndim` axes; None where K is shared out in groups."""
@@ -105,10 +109,10 @@ class Scheme:
         """float32 W[.., N, K] from its parts."""
         wide = E2M1[q] if self.name == "mxfp4" else q.astype(np.float32)
         if z is not None:
-            wide -= self._spread(z, q.shape[-1])
+            wide -= self._spread(z.astype(np.float32), q.shape[-1])
         elif self.offset:
             wide -= np.float32(self.offset)
-        wide *= self._spread(s, q.shape[-1])
+        wide *= self._spread(s.astype(np.float32), q.shape[-1])
         return wide
 
     def folded(self, wide: np.ndarray, outliers: np.ndarray | None) -> np.ndarray:
@@ -163,12 +167,16 @@ class Scheme:
         if clip is not None:
             low, high = (-clip, clip) if self.is_float else (np.maximum(low, -clip), np.minimum(high, clip))
         if self.zeros:
-            s = np.asarray((high - low) / np.float32(self.limit), np.float32)
+            s = self._kept((high - low) / np.float32(self.limit))
             return s, np.rint(-low / _divisor(s))
         if self.offset:  # the extreme itself is the code 0, so that all codes are used
             extreme = np.where(-low >= high, low, high)
-            return np.asarray(extreme / np.float32(-self.offset), np.float32), None
-        return np.asarray(np.maximum(-low, high) / np.float32(self.limit), np.float32), None
+            return self._kept(extreme / np.float32(-self.offset)), None
+        return self._kept(np.maximum(-low, high) / np.float32(self.limit)), None
+
+    def _kept(self, s: np.ndarray) -> np.ndarray:
+        """Scales as they will be stored, in f32: codes are rounded by these."""
+        return np.asarray(s, DTYPES[self.scales]).astype(np.float32)
 
     def _range(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Least and greatest of each channel, group or block, zero included. NaN and infinity stay."""
@@ -210,8 +218,8 @@ _ROWS = (
     Scheme("int8-wo", "i8"),
     Scheme("fp8", "f8e4m3", act="f8e4m3"),
     Scheme("fp8-block", "f8e4m3", group=BLOCK, blocks=True, act="f8e4m3"),
-    Scheme("int4-wo", "u4", group=GROUPS[0], offset=8),
-    Scheme("awq", "u4", group=GROUPS[0], zeros=True),
+    Scheme("int4-wo", "u4", group=GROUPS[0], offset=8, scales="bf16"),
+    Scheme("awq", "u4", group=GROUPS[0], zeros=True, scales="bf16"),
     Scheme("mxfp4", "u4", group=32, read_only=True),
     # Blocks of GGUF files, those of 5 and 6 bits in codes of 8.
     Scheme("q4_1", "u4", group=32, zeros=True, whole=False, read_only=True),

@@ -1,6 +1,6 @@
 """Quantized weights and rounded rows as ONNX: codes stay codes in the file, and become float32 where they are used.
 
-Codes of 4 bits lie one a byte. What ONNX cannot gather, codes of float8, is widened before.
+Codes of 4 bits lie one a byte. What onnxruntime cannot gather, codes of float8 and bf16, is widened before.
 """
 
 from collections.abc import Callable, Sequence
@@ -83,15 +83,20 @@ def widened(e: Emitter, row: Scheme, parts: Sequence[str], take: Take) -> str:
     if row.name == "mxfp4":
         w = e.op("Gather", e.const(E2M1), w)
     if row.zeros:
-        w = e.op("Sub", w, _spread(e, row, take(parts[2]), k))
+        w = e.op("Sub", w, _spread(e, row, _f32(e, parts[2], take), k))
     elif row.offset:
         w = e.op("Sub", w, e.const(float(row.offset)))
-    return e.op("Mul", w, _spread(e, row, take(parts[1]), k))
+    return e.op("Mul", w, _spread(e, row, _f32(e, parts[1], take), k))
+
+
+def _f32(e: Emitter, part: str, take: Take) -> str:
+    """Scales and zero points may be bf16."""
+    return take(part) if e.type(part).dtype == "f32" else e.cast(take(part), "f32")
 
 
 def gatherable(e: Emitter, name: str) -> str:
     """A part in a dtype that ONNX gathers rows of."""
-    return e.wide(name) if e.type(name).dtype == "f8e4m3" else e.value(name)
+    return e.wide(name) if e.type(name).dtype in ("f8e4m3", "bf16") else e.value(name)
 
 
 def _spread(e: Emitter, row: Scheme, scales: str, k: int) -> str:

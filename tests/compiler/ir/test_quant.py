@@ -36,6 +36,8 @@ def test_the_error_is_at_most_half_a_step(name: str, shape: tuple[int, ...]) -> 
         return
     step = np.abs(_spread(row, row.part(w, "s"), shape))
     edge = 1.0 if row.offset else 0.5  # +8 of a signed code is cut to +7
+    if row.scales == "bf16":  # rounded down, the largest code falls short of the range
+        edge += row.limit * 2.0**-9
     assert (error <= step * edge * 1.0001 + 1e-30).all()
     assert (error[..., 3, :] == 0).all()
 

@@ -44,8 +44,8 @@ def embedding(
     if GROUP > 0:
         at = (column // GROUP).to(tl.int64) * COUNT + row
         if zeros_ptr is not None:
-            x -= tl.load(zeros_ptr + at, mask=there, other=0.0)
-        x *= tl.load(scales_ptr + at, mask=there, other=0.0)
+            x -= tl.load(zeros_ptr + at, mask=there, other=0.0).to(tl.float32)
+        x *= tl.load(scales_ptr + at, mask=there, other=0.0).to(tl.float32)
     elif FORMAT != "float":
         x *= tl.load(scales_ptr + row, mask=limit > 0, other=0.0)
     tl.store(y_ptr + token * WIDTH + column, x.to(y_ptr.dtype.element_ty), mask=column < WIDTH)

@@ -282,10 +282,10 @@ def linear_widened(
             at = in_group + start // GROUP * n
             wide = _halves(q, BN, BK).to(tl.float32)
             if zeros_ptr is not None:
-                wide -= tl.load(zeros_ptr + at)[:, None]
+                wide -= tl.load(zeros_ptr + at).to(tl.float32)[:, None]
             else:
                 wide -= OFFSET
-            scale = tl.load(scales_ptr + at)
+            scale = tl.load(scales_ptr + at).to(tl.float32)
             acc += tl.dot(wide.to(tl.bfloat16), x.to(tl.bfloat16)) * scale[:, None]
         xs += BK
         ws += BK // PER

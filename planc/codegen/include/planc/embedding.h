@@ -37,10 +37,10 @@ struct PackedTable {
     }
 };
 
-// y f32 [rows, WIDTH]; scale and zeros f32 [COUNT] or [WIDTH/SCALE_K, COUNT], or null. An id outside the table gives zeros:
+// y f32 [rows, WIDTH]; scale and zeros [COUNT] or [WIDTH/SCALE_K, COUNT], or null. An id outside the table gives zeros:
 // the caller checks ids.
-template <class Config, class Table>
-void embed(int rows, int thread, int threads, const void* table, const float* scale, const float* zeros, const int32_t* ids, float* y) {
+template <class Config, class Table, class Scale>
+void embed(int rows, int thread, int threads, const void* table, const Scale* scale, const Scale* zeros, const int32_t* ids, float* y) {
     const Range mine = share(rows, thread, threads);
     for (int r = mine.begin; r < mine.end; ++r) {
         float* out = y + int64_t(r) * Config::WIDTH;
@@ -53,7 +53,7 @@ void embed(int rows, int thread, int threads, const void* table, const float* sc
         if (!scale) continue;
         for (int k = 0; k < Config::WIDTH; ++k) {
             const int64_t at = int64_t(Table::SCALE_K ? k / (Table::SCALE_K + !Table::SCALE_K) : 0) * Config::COUNT + id;
-            out[k] = (zeros ? out[k] - zeros[at] : out[k]) * scale[at];
+            out[k] = (zeros ? out[k] - element_to_float(zeros[at]) : out[k]) * element_to_float(scale[at]);
         }
     }
 }

@@ -84,7 +84,7 @@ class ExpertLinear {
    public:
     using X = typename Format::X;
 
-    ExpertLinear(const X* x, const float* x_scale, const int32_t* ids, LinearWeights weights, float* y)
+    ExpertLinear(const X* x, const float* x_scale, const int32_t* ids, LinearWeights<Config> weights, float* y)
         : x_(x), x_scale_(x_scale), ids_(ids), from_(weights), y_(y) {}
 
     void run(int tokens, int thread, int threads) const {
@@ -123,9 +123,9 @@ class ExpertLinear {
     }
 
     void run_expert(int e, const int32_t* slots, int rows, Range blocks) const {
-        auto of_expert = [&](const float* values, int64_t count) { return values ? values + e * count : nullptr; };
-        const LinearWeights weights = {from_.weight + e * block_offset<Format>(BLOCKS, K), of_expert(from_.scale, SCALES),
-                                       of_expert(from_.zeros, SCALES), of_expert(from_.bias, N)};
+        auto of_expert = [&](const auto* values, int64_t count) { return values ? values + e * count : nullptr; };
+        const LinearWeights<Config> weights = {from_.weight + e * block_offset<Format>(BLOCKS, K), of_expert(from_.scale, SCALES),
+                                               of_expert(from_.zeros, SCALES), of_expert(from_.bias, N)};
         Tiles tiles(Rows({x_, x_scale_, y_, slots}), weights);
         if (rows < Tiles::PANEL_FROM) return tiles.run_direct(rows, {blocks.begin * 2, std::min(blocks.end * 2, (N + 31) / 32)});
         const int chunks = (rows + Tiles::CHUNK_ROWS - 1) / Tiles::CHUNK_ROWS;
@@ -137,7 +137,7 @@ class ExpertLinear {
     const X* const x_;
     const float* const x_scale_;
     const int32_t* const ids_;
-    const LinearWeights from_;
+    const LinearWeights<Config> from_;
     float* const y_;
 };
 

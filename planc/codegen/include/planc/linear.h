@@ -10,86 +10,18 @@
 #pragma once
 #include <algorithm>
 
-#include "planc/blocking.h"
+#include "planc/linear_forms.h"
 #include "planc/linear_sums.h"
 
 namespace planc {
 
-namespace detail {
-
-// A panel is one row tile's weights already widened: [k][NV][16] f32.
-template <int NV>
-struct Panel : PackedF32 {
-    static constexpr int STRIDE = NV * LINE_BYTES;
-    static constexpr bool PREFETCH = false;
-};
-template <class Format, bool FROM_MEMORY = true>
-struct Packed : Format {
-    static constexpr int STRIDE = GROUP_BYTES;
-    static constexpr bool PREFETCH = FROM_MEMORY;
-};
-// The same as rows of a Form multiply them: [k / GROUP][step][NV] lines.
-template <class Form, int NV>
-struct PanelOfDots : Plain {
-    static constexpr int GROUP = Form::GROUP, STRIDE = Form::STEPS * NV * LINE_BYTES;
-    static constexpr bool PREFETCH = false;
-    template <int P>
-    static PLANC_INLINE VecI dots(const char* line) {
-        return load_int(line + P * NV * LINE_BYTES);
-    }
-};
-
-// The panel of rows of a Form.
-template <class Form, int NV, bool DOTS = Form::DOTS>
-struct PanelOf {
-    using Source = Panel<NV>;
-};
-template <class Form, int NV>
-struct PanelOf<Form, NV, true> {
-    using Source = PanelOfDots<Form, NV>;
-};
-
-// How rows are kept that multiply a format.
-template <class Format>
-using FormOf = std::conditional_t<
-    Format::INTEGERS, std::conditional_t<BYTE_DOTS, AsBytes, AsHalves>,
-    std::conditional_t<BYTE_DOTS && Format::DIGITS, AsDigits,
-                       std::conditional_t<BF16_DOTS && !std::is_same_v<Format, PackedF32>, AsBf16,
-                                          std::conditional_t<std::is_same_v<typename Format::X, float>, AsTheyLie, AsFloats>>>>;
-template <class Base, class Config, class Format = typename Config::Format, class Form = FormOf<Format>>
-using RowsOf = std::conditional_t<std::is_same_v<Form, AsDigits>, DigitRows<Base, Config::K, Format, most_k<Config, Form>()>,
-                                  KeptRows<Base, Config::K, Form, most_k<Config, Form>()>>;
-
-}  // namespace detail
-
-// Where the parameters of a linear layer are: weight packed, scale and zeros f32 [N] or [K/SCALE_K, N], bias f32 [N]; null
-// where the layer has none.
-struct LinearWeights {
-    const char* weight;
-    const float *scale, *zeros, *bias;
-};
-
-namespace detail {
-// What joins two columns of y, if a Config has it.
-template <class Config>
-struct GateOf {
-    static constexpr bool GATED = false;
-    static constexpr int COLUMNS = Config::N;  // of y
-};
-template <class Config>
-    requires requires { typename Config::Gate; }
-struct GateOf<Config> {
-    static constexpr bool GATED = true;
-    static constexpr int COLUMNS = Config::N / 2;
-    static PLANC_INLINE Vec apply(Vec gate, Vec up) { return Config::Gate::apply(gate, up); }
-};
-}  // namespace detail
-
 // One weight over rows that `Rows` finds, in register tiles. Config: Format (of weights.h), N, K, BIAS, what blocking.h names;
-// and maybe Gate: y then has N / 2 columns, the Gate of a column of the first half and of its like in the second.
+// maybe Scale, the elements of scales; and maybe Gate: y then has N / 2 columns, the Gate of a column of the first half and
+// of its like in the second.
 template <class Config, class Rows>
 class LinearTiles {
     using Format = typename Config::Format;
+    using Scale = typename LinearWeights<Config>::Scale;
     using Gate = detail::GateOf<Config>;
     static constexpr bool GATED = Gate::GATED;
     static constexpr int N = Config::N, K = Config::K, SCALE_K = Format::SCALE_K;
@@ -105,18 +37,20 @@ class LinearTiles {
     static constexpr bool BIAS = Config::BIAS;
     // Whether the packed lines are a panel already.
     static constexpr bool IN_PLACE = Form::DOTS && Format::LINES_ARE_DOTS && PANEL_VECS * LANES == BLOCK;
+    // Floats that a panel keeps of a group of k, where its scales are no f32.
+    static constexpr int WIDENED = SCALE_K == 0 || std::is_same_v<Scale, float> ? 0 : detail::PANEL_COLUMNS * (Format::ZEROS ? 2 : 1);
     using PackedSource = detail::Packed<Format>;
     using UnpackedSource = typename detail::PanelOf<Form, PANEL_VECS>::Source;
     using PanelSource = std::conditional_t<IN_PLACE, detail::Packed<Format, false>, UnpackedSource>;
 
    public:
-    static constexpr int PANEL_COLUMNS = PANEL_VECS * LANES;
+    static constexpr int PANEL_COLUMNS = detail::PANEL_COLUMNS;
     static constexpr int PANELS = (COLUMNS + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
     static constexpr int HALF_BLOCKS = (COLUMNS + 31) / 32;  // a finer share than whole blocks, and still two lines long
     static constexpr int PANEL_FROM = detail::panel_from<Config, Form>();
     static constexpr int CHUNK_ROWS = detail::chunk_rows<Config>();
 
-    LinearTiles(Rows rows, LinearWeights weights) : rows_(rows), from_(weights) {}
+    LinearTiles(Rows rows, LinearWeights<Config> weights) : rows_(rows), from_(weights) {}
 
     // Few rows: widen weights in registers; a 64-column block streams through the cache once for all row tiles.
     void run_direct(int rows, Range half_blocks) {
@@ -194,7 +128,7 @@ class LinearTiles {
     void direct_rows(Range rows, int column, const Sums& sums) const {
         with_rows<NV>(rows.end - rows.begin, [&](auto mr) PLANC_INLINED {
             Vec acc[mr.value][NV] = {};
-            add_products<PackedSource, false>(acc, rows.begin, column, 0, K, lines(column, 0));
+            add_products<PackedSource, false>(acc, rows.begin, column, 0, K, lines(column, 0), nullptr);
             finish(acc, rows.begin, column);
             put(acc, rows.begin, column, sums);
         });
@@ -205,11 +139,11 @@ class LinearTiles {
         return from_.weight + block_offset<Format>(column / BLOCK, K) + column % BLOCK / LANES * LINE_BYTES + int64_t(k / Format::GROUP) * GROUP_BYTES;
     }
 
-    // acc += x * w over k..k+count.
+    // acc += x * w over k..k+count, whose scales and zero points a panel may have as `widened`.
     template <class Source, bool PANEL, int MR, int NV>
-    PLANC_INLINE void add_products(Vec (&acc)[MR][NV], int row, int column, int k, int count, const char* w) const {
+    PLANC_INLINE void add_products(Vec (&acc)[MR][NV], int row, int column, int k, int count, const char* w, const float* widened) const {
         if constexpr (DIGITS) {
-            add_digits<Source, PANEL>(acc, row, column, k, count, w);
+            add_digits<Source, PANEL>(acc, row, column, k, count, w, widened);
         } else if constexpr (SCALE_K == 0) {
             const auto x = rows_.template tile<MR, PANEL>(row, k);
             Source source[NV];
@@ -220,21 +154,21 @@ class LinearTiles {
             }
             add_lines(acc, x, w, count, source);
         } else {
-            for (const int end = k + count; k < end; k += SCALE_K, w += SCALE_K / Source::GROUP * Source::STRIDE) {
+            for (const int end = k + count; k < end; k += SCALE_K, w += SCALE_K / Source::GROUP * Source::STRIDE, widened += WIDENED) {
                 Vec part[MR][NV] = {};
                 Source source[NV];
                 PLANC_UNROLL for (int v = 0; v < NV; ++v) take_zeros(source[v], column + v * LANES, k);
                 add_lines(part, rows_.template tile<MR, PANEL>(row, k), w, std::min(SCALE_K, end - k), source);
-                add_scaled(acc, part, column, k);
+                add_scaled<PANEL>(acc, part, column, k, widened);
             }
         }
     }
 
     template <class Source, bool PANEL, int MR, int NV>
-    PLANC_INLINE void add_digits(Vec (&acc)[MR][NV], int row, int column, int k, int count, const char* w) const {
+    PLANC_INLINE void add_digits(Vec (&acc)[MR][NV], int row, int column, int k, int count, const char* w, const float* widened) const {
         constexpr int SUM_K = Rows::SUM_K;
         static_assert(SCALE_K > 0 || !PANEL || PANEL_K == detail::panel_k(K, AsDigits::MOST_K, LANES), "sums of digits are those of a panel");
-        for (const int end = k + count; k < end; k += SUM_K, w += SUM_K / Source::GROUP * Source::STRIDE) {
+        for (const int end = k + count; k < end; k += SUM_K, w += SUM_K / Source::GROUP * Source::STRIDE, widened += WIDENED) {
             const auto x = rows_.template tile<MR, PANEL>(row, k);
             Vec part[2][MR][NV];
             PLANC_UNROLL for (int m = 0; m < MR; ++m) {
@@ -246,12 +180,18 @@ class LinearTiles {
             const Source source[NV] = {};
             detail::accumulate_digits(part, x, w, std::min(SUM_K, end - k), source);
             auto joined = [](VecI one, VecI two) PLANC_INLINED { return fma(to_float(two), splat(AsDigits::SECOND), to_float(one)); };
-            PLANC_UNROLL for (int m = 0; m < MR; ++m) {
-                const Vec sum_of_x = joined(x.template first<0>(m), x.template first<1>(m));
-                PLANC_UNROLL for (int v = 0; v < NV; ++v) {
+            [[maybe_unused]] Vec sum_of_x[MR];
+            if constexpr (Format::ZEROS) {
+                PLANC_UNROLL for (int m = 0; m < MR; ++m) sum_of_x[m] = joined(x.template first<0>(m), x.template first<1>(m));
+            }
+            PLANC_UNROLL for (int v = 0; v < NV; ++v) {
+                [[maybe_unused]] Vec scale, zeros;
+                if constexpr (SCALE_K > 0) scale = of_group<PANEL>(widened, from_.scale, column, v, k);
+                if constexpr (Format::ZEROS) zeros = of_group<PANEL>(widened + PANEL_COLUMNS, from_.zeros, column, v, k);
+                PLANC_UNROLL for (int m = 0; m < MR; ++m) {
                     Vec sum = joined(as_int(part[0][m][v]), as_int(part[1][m][v]));
-                    if constexpr (Format::ZEROS) sum = sum - sum_of_x * of_group(from_.zeros, column + v * LANES, k);
-                    acc[m][v] = SCALE_K == 0 ? acc[m][v] + sum : fma(sum * splat(Format::BYTE_UNIT), of_group(from_.scale, column + v * LANES, k), acc[m][v]);
+                    if constexpr (Format::ZEROS) sum = sum - sum_of_x[m] * zeros;
+                    acc[m][v] = SCALE_K == 0 ? acc[m][v] + sum : fma(sum * splat(Format::BYTE_UNIT), scale, acc[m][v]);
                 }
             }
         }
@@ -267,10 +207,10 @@ class LinearTiles {
     }
 
     // acc += part * the scales of k's group.
-    template <int MR, int NV>
-    PLANC_INLINE void add_scaled(Vec (&acc)[MR][NV], const Vec (&part)[MR][NV], int column, int k) const {
+    template <bool PANEL, int MR, int NV>
+    PLANC_INLINE void add_scaled(Vec (&acc)[MR][NV], const Vec (&part)[MR][NV], int column, int k, const float* widened) const {
         PLANC_UNROLL for (int v = 0; v < NV; ++v) {
-            const Vec scale = of_group(from_.scale, column + v * LANES, k);
+            const Vec scale = of_group<PANEL>(widened, from_.scale, column, v, k);
             PLANC_UNROLL for (int m = 0; m < MR; ++m) acc[m][v] = fma(part[m][v] * splat(Format::UNIT), scale, acc[m][v]);
         }
     }
@@ -280,31 +220,50 @@ class LinearTiles {
         if constexpr (Source::ZEROS) source.take_zeros(of_group(from_.zeros, column, k));
     }
 
-    // Sixteen columns of k's group in values f32 [K/SCALE_K, N]; zeros beyond N.
-    PLANC_INLINE Vec of_group(const float* values, int column, int k) const {
+    // Sixteen columns of k's group in values [K/SCALE_K, N]; zeros beyond N.
+    PLANC_INLINE Vec of_group(const Scale* values, int column, int k) const {
         const int valid = N - column;
-        const float* p = values + int64_t(k / SCALE_K) * N + column;
-        if (N % LANES == 0 ? valid > 0 : valid >= LANES) return load(p);
-        return valid > 0 ? load(p, valid) : zero();
+        const Scale* p = values + int64_t(k / SCALE_K) * N + column;
+        if (N % LANES == 0 ? valid > 0 : valid >= LANES) return load_as_float(p);
+        return valid > 0 ? load_as_float(p, valid) : zero();
+    }
+
+    // The v-th sixteen from `column` on: as a panel has them, or from `values`.
+    template <bool PANEL>
+    PLANC_INLINE Vec of_group(const float* widened, const Scale* values, int column, int v, int k) const {
+        if constexpr (PANEL && WIDENED > 0) return load(widened + v * LANES);
+        return of_group(values, column + v * LANES, k);
+    }
+
+    // Scales, and zero points, of the panel's groups as f32.
+    void widen_scales(float* to, int column, int k, int count) const {
+        for (const int end = k + count; k < end; k += SCALE_K + !SCALE_K, to += WIDENED) {
+            for (int v = 0; v < PANEL_VECS; ++v) {
+                store(to + v * LANES, of_group(from_.scale, column + v * LANES, k));
+                if constexpr (Format::ZEROS) store(to + PANEL_COLUMNS + v * LANES, of_group(from_.zeros, column + v * LANES, k));
+            }
+        }
     }
 
     void run_panel(Range rows, int column, int k, const Sums& sums) const {
+        alignas(64) float widened[WIDENED == 0 ? 1 : PANEL_K / (SCALE_K + !SCALE_K) * WIDENED];
         alignas(64) char unpacked[IN_PLACE ? 1 : PANEL_K / UnpackedSource::GROUP * UnpackedSource::STRIDE];
         const int count = std::min(PANEL_K, K - k);
         if constexpr (!IN_PLACE) unpack(unpacked, column, k, count);
+        if constexpr (WIDENED > 0) widen_scales(widened, column, k, count);
         const char* const panel = IN_PLACE ? lines(column, k) : unpacked;
         const int tiles = (rows.end - rows.begin + PANEL_TILE_ROWS - 1) / PANEL_TILE_ROWS;
         for (int tile = 0; tile < tiles; ++tile) {
             const Range part = share(rows.end - rows.begin, tile, tiles);
-            panel_rows({rows.begin + part.begin, rows.begin + part.end}, column, k, count, panel, sums);
+            panel_rows({rows.begin + part.begin, rows.begin + part.end}, column, k, count, panel, widened, sums);
         }
     }
 
-    void panel_rows(Range rows, int column, int k, int count, const char* panel, const Sums& sums) const {
+    void panel_rows(Range rows, int column, int k, int count, const char* panel, const float* widened, const Sums& sums) const {
         with_rows<PANEL_VECS>(rows.end - rows.begin, [&](auto mr) PLANC_INLINED {
             Vec acc[mr.value][PANEL_VECS] = {};
             if (k > 0) take(acc, rows.begin, column, sums);
-            add_products<PanelSource, true>(acc, rows.begin, column, k, count, panel);
+            add_products<PanelSource, true>(acc, rows.begin, column, k, count, panel, widened);
             if (k + count == K) {
                 finish(acc, rows.begin, column);
                 put(acc, rows.begin, column, sums);
@@ -398,7 +357,7 @@ class LinearTiles {
         PLANC_UNROLL for (int v = 0; v < NV; ++v) {
             const int c = column + v * LANES, valid = std::min(N - c, LANES);
             if (valid <= 0) continue;
-            const Vec scale = Format::SCALED && SCALE_K == 0 ? load(from_.scale + c, valid) : zero();
+            const Vec scale = Format::SCALED && SCALE_K == 0 ? load_as_float(from_.scale + c, valid) : zero();
             const Vec bias = BIAS ? load(from_.bias + c, valid) : zero();
             PLANC_UNROLL for (int m = 0; m < MR; ++m) {
                 acc[m][v] = scaled(acc[m][v], row + m, scale);
@@ -450,7 +409,7 @@ class LinearTiles {
     }
 
     Rows rows_;
-    const LinearWeights from_;
+    const LinearWeights<Config> from_;
 };
 
 // Config: that of LinearTiles, X_STRIDE (elements between rows of x; y is dense). x and y must not overlap.
@@ -464,7 +423,7 @@ class Linear {
     using X = typename Config::Format::X;
 
     // x [rows, K], its scales f32 [rows] where x is codes, y f32 [rows, N], or [rows, N / 2] with a Gate.
-    Linear(const X* x, const float* x_scale, LinearWeights weights, float* y) : tiles_(Rows({x, x_scale, y}), weights) {}
+    Linear(const X* x, const float* x_scale, LinearWeights<Config> weights, float* y) : tiles_(Rows({x, x_scale, y}), weights) {}
 
     void run(int rows, int thread, int threads) {
         if (rows < Tiles::PANEL_FROM) {

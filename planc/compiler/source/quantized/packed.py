@@ -60,7 +60,7 @@ class Packed:
         if self.scheme is None:
             return {}
         row, whole = SCHEMES[self.scheme], TensorType("f32", self.shape)
-        types = {part: row.part_type(whole, part) for part in row.parts}
+        types = {part: row.part_type(whole, part, held=True) for part in row.parts}
         return {part: TensorInfo(t.dtype, tuple(int(d) for d in t.shape)) for part, t in types.items()}
 
     def part(self, part: str, start: int = 0, stop: int | None = None) -> Array:
