@@ -52,7 +52,7 @@ class PagedAttention {
    public:
     PagedAttention(const AttentionInputs& in, float* y) : in_(in), y_(y) {}
 
-    // Tiles go to threads in turn, since later tiles of a prompt see more keys.
+    // Tiles go to threads in turn, to and fro, since later tiles of a prompt see more keys.
     void run(int thread, int threads, const Scratch& scratch) const {
         if (run_apart(thread, threads, scratch)) return;
         const int share = in_.query_start[in_.seqs] * Config::KV_HEADS / (threads * detail::TILES) / FULL_TOKENS * FULL_TOKENS;
@@ -62,7 +62,9 @@ class PagedAttention {
             for (int t = in_.query_start[s]; t < in_.query_start[s + 1]; t += tokens) {
                 const int end = std::min(t + tokens, in_.query_start[s + 1]);
                 for (int head = 0; head < Config::KV_HEADS; ++head) {
-                    if (item++ % threads == thread) run_tile(s, {t, end}, head);
+                    const int turn = item / threads % 2, place = item % threads;
+                    if ((turn ? threads - 1 - place : place) == thread) run_tile(s, {t, end}, head);
+                    ++item;
                 }
             }
         }

@@ -434,9 +434,10 @@ class Linear {
     }
 
    private:
-    // Units of (row chunk, panel column) in contiguous shares.
+    // Units of (row chunk, panel column) in contiguous shares, which are equal where chunks stay large enough for that.
     void run_panels(int rows, int thread, int threads) {
-        const int chunks = (rows + Tiles::CHUNK_ROWS - 1) / Tiles::CHUNK_ROWS;
+        const int least = (rows + Tiles::CHUNK_ROWS - 1) / Tiles::CHUNK_ROWS, even = (least + threads - 1) / threads * threads;
+        const int chunks = rows / even >= Tiles::CHUNK_ROWS / 2 ? even : least;
         const Range units = share(int64_t(chunks) * PANELS, thread, threads);
         for (int unit = units.begin; unit < units.end;) {
             const int chunk = unit / PANELS;
