@@ -72,9 +72,10 @@ def run(graph: Graph, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
 
 
 def _ort(a: np.ndarray) -> onnxruntime.OrtValue:
-    """numpy has no float8 of its own: it goes as bytes."""
-    if a.dtype == DTYPES["f8e4m3"]:
-        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(a.view(np.uint8), ELEMENT["f8e4m3"])
+    """numpy has no float8 and no bfloat16 of its own: they go as bytes."""
+    for name, plain in (("f8e4m3", np.uint8), ("bf16", np.uint16)):
+        if a.dtype == DTYPES[name]:
+            return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(a.view(plain), ELEMENT[name])
     return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a))
 
 

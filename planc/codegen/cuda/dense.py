@@ -64,7 +64,10 @@ def _is_strided(t: TensorType) -> bool:
 def _fits(site: Site) -> bool:
     at = _places(site)
     others = [i for i in range(len(site.inputs)) if i not in (at.x, at.ids, at.parts[0])]
-    if any(site.inputs[i].layout != "row" or site.inputs[i].dtype != "f32" for i in others):
+    if any(site.inputs[i].layout != "row" for i in others):
+        return False
+    grouped = at.parts[1:] if _weight(site).dtype == "u4" else ()  # whose scales may be bf16
+    if any(site.inputs[i].dtype != "f32" and not (i in grouped and site.inputs[i].dtype == "bf16") for i in others):
         return False
     if at.ids is None:
         return _one_stride(site.inputs[at.x])

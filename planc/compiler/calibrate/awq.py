@@ -18,6 +18,7 @@ from planc.compiler.ir.quant import Scheme
 STEPS = 20  # powers between 0 and 1
 SHRINKS = tuple(1 - i / 20 for i in range(11))  # 1.0 .. 0.5
 _ELEMENTS = 1 << 22  # of a weight in one go
+_STORED = {"f32": torch.float32, "bf16": torch.bfloat16}  # scales
 
 
 def candidates(mean: np.ndarray) -> Iterator[np.ndarray]:
@@ -85,7 +86,7 @@ def _ranges(w: Tensor) -> tuple[Tensor, Tensor]:
 
 def affine(w: Tensor, low: Tensor, high: Tensor, scheme: Scheme) -> Tensor:
     """w [K/g, N, g] as the scheme gives it back: what `Scheme.part` and `dequantize` do for codes with zero points."""
-    s = (high - low) / scheme.limit
+    s = ((high - low) / scheme.limit).to(_STORED[scheme.scales]).float()
     s = torch.where(s == 0, torch.ones_like(s), s)
     zero = torch.round(-low / s)[..., None]
     s = s[..., None]

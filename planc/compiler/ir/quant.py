@@ -28,8 +28,8 @@ class Scheme:
     that 128 channels share it too, `zeros` that each group has a zero point, `whole` that those are whole numbers,
     `offset` the zero point of all where it is one number, `act` the dtype that activations are rounded to, a scale a
     token; None leaves them as they are. Rows and weights of a scheme that `turns` turn before they are rounded
-    (hadamard.py): codes at equal steps gain by it, those of floats lose. `scales` is the dtype of scales and zero points
-    where they are made here; what checkpoints hold stays f32.
+    (hadamard.py): codes at equal steps gain by it, those of floats lose. `scales` is the dtype of scales and zero
+    points where they are made here; what checkpoints hold stays f32.
 
     A scheme that is `read_only` is what checkpoints hold, and nothing is quantized to it.
     """
