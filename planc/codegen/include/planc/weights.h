@@ -17,7 +17,7 @@ PLANC_INLINE float f8_to_float(F8 code) {
 }
 
 // A packed format holds GROUP consecutive k of 16 columns in each line. unpack<I> gives the group's k = I; times UNIT it is
-// the stored number. `at` is that of one lane, element k of its row. SCALED formats have f32 scales besides: one a column,
+// the stored number. `at` is that of one lane, element k of its row. SCALED formats have scales besides: one a column,
 // or one for each SCALE_K of its k where that is not 0. Those with ZEROS have as many zero points. X is what they multiply.
 // BY_VECTOR: the k of a line share work, and GROUP divides K. Where several k are multiplied at once, dots<P> gives those of
 // step P: pairs of bf16, or pairs of halves or bytes without a sign for codes that are multiplied as integers; lines may be
@@ -60,7 +60,7 @@ PLANC_INLINE VecI upper_halves(Vec low, Vec high) { return shift_right<16>(as_in
 }  // namespace detail
 
 template <int SCALES>
-struct GroupedI8 : Plain {  // "n64u4": i8 and 128 [N/64][K/4][64][4], one f32 scale a column or one for each SCALES of its k
+struct GroupedI8 : Plain {  // "n64u4": i8 and 128 [N/64][K/4][64][4], one scale a column or one for each SCALES of its k
     static constexpr int GROUP = 4, SCALE_K = SCALES;
     static constexpr bool SCALED = true;
     // A byte converts from the top of its lane, one instruction less than a sign extension: exact, but 2^24 too large.
@@ -118,7 +118,7 @@ struct PackedF8 : Plain {
 
 namespace detail {
 // "n64k8": codes of 4 bits [N/64][K/8][64][4], that of an even k in the low half of a byte. Each SCALES of a column's k have
-// a f32 scale [K/SCALES][N].
+// a scale [K/SCALES][N].
 template <int SCALES>
 struct PackedU4 : Plain {
     static constexpr int GROUP = 8, SCALE_K = SCALES;
