@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from planc.compiler.ir.quant import SCHEMES
 from planc.compiler.probe import Group
-from planc.compiler.storage import KINDS
+from planc.compiler.storage import AUTO, KINDS
 from planc.errors import PlancError, UsageError
 from planc.passes.schemes import PLAIN, QuantConfig
 from planc.plans.schema import Accuracy, WeightError
@@ -246,7 +246,9 @@ def _escaped(words: str) -> str:
 
 def as_json(storage: QuantConfig) -> str:
     """A storage as a file for --quant-config."""
-    said = {"default": storage.default}
+    held = {*storage.native.values()}  # of several schemes, or of one that no file can ask for, auto alone keeps codes
+    kept = not held or (held == {storage.default} and not SCHEMES[storage.default].read_only)
+    said = {"default": storage.default if kept else AUTO}
     said |= {field: storage.kinds[kind] for field, kind in KINDS.items() if kind in storage.kinds}
     return json.dumps(said | {"modules": dict(storage.modules)}, indent=1)
 

@@ -168,7 +168,7 @@ class _Job:
     def _measured(self, root: Path, plan: schema.Plan) -> schema.Plan:
         """With goldens and accuracy, as a build has them; PlancError when that is more than the scheme may lose."""
         options, quant = _options(plan), storage_of(self.graph, plan, self.source)
-        for scheme in sorted(filter(profiting, quant.said)):
+        for scheme in sorted(filter(profiting, quant.said - {*quant.native.values()})):
             self.progress.say(f"{scheme} is rounded to nearest here: `planc build` of this model calibrates it")
         judged = self.request.reference != "none"
         if options.target.kind == "cuda" and not judged:

@@ -127,9 +127,12 @@ class _Swap:
         wide, row = self._wide(floats), SCHEMES[str(recipe.get("scheme"))]
         as_held = {name for name, _ in recipe.attrs} == {"scheme", "part"} and not chosen
         native = {p: native_part(wide, p, row, self._source.native) for p in row.parts} if as_held else {}
-        if native and None not in native.values():
+        if native and None not in native.values() and row.scales == "f32":
             return native[str(recipe.get("part"))]  # type: ignore[return-value]
-        if held := next((name for name in wide.loads if name in self._source.native), None):
+        held = next((name for name in wide.loads if name in self._source.native), None)
+        if held and not self._source.requantizes:
+            if self._source.native[held] == row.name:
+                raise self._refused(held, f"holds it as {row.name}, with scales in f32", f"built for {row.scales}")
             raise PlancError(
                 f"{self._source.path} is quantized already: it holds {held} as {self._source.native[held]}, and the "
                 f"plan stores {row.name} of it, which would round it twice. Pack the unquantized model, or build a "

@@ -41,9 +41,11 @@ def storage(dtype: str, path: Path | None, source: ModelSource, targets: Iterabl
     kinds = {kind: _known(said[field], f"{path}: {field}") for field, kind in KINDS.items() if field in said}
     native = _kept(source, tuple(targets))
     held = Counter(native.values())
-    again = source.requantizes and chosen != AUTO and set(held) != {chosen}
-    if not held or chosen in PLAIN or again:
+    if not held or chosen in PLAIN:
         return QuantConfig("bf16" if chosen == AUTO else chosen, modules, kinds)
+    if source.requantizes and chosen != AUTO and set(held) != {chosen}:  # all but what is so already
+        same = {tensor: name for tensor, name in native.items() if name == chosen}
+        return QuantConfig(chosen, modules, kinds, same)
     if chosen != AUTO and set(held) != {chosen}:
         raise UsageError(
             f"the checkpoint is quantized already, as {', '.join(sorted(held))}: --dtype auto keeps it so, --dtype "

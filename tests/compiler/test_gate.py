@@ -201,3 +201,10 @@ def test_the_error_names_the_worst_modules_and_the_next_step() -> None:
     assert "No wider storage" in str(gate.refuse(a, LIMITS, found, None, "int4-wo"))
     plain = Accuracy("r", "0", 9, 0.7, 0.8, 12.0, 10.0)
     assert "report the model" in str(gate.refuse(plain, LIMITS, [], None, "bf16"))
+
+
+def test_a_file_for_a_checkpoint_that_holds_codes_keeps_them() -> None:
+    for held, default in (({"q4_1"}, "auto"), ({"int4-wo-g32", "q6_k"}, "auto"), ({"awq-g64"}, "awq-g64")):
+        native = dict(zip("ab", sorted(held), strict=False))
+        storage = QuantConfig(sorted(held)[0], (("x", "bf16"),), native=native)
+        assert json.loads(gate.as_json(storage)) == {"default": default, "modules": {"x": "bf16"}}

@@ -94,8 +94,8 @@ def test_codes_are_those_of_the_checkpoint_or_refused(compiled: Compile, tmp_pat
     q_proj = "model.layers.0.self_attn.q_proj.weight"
     _, plain_source, plain_binding = compiled(plain, "f32")
     refused(native, plain_binding, plain_source, q_proj, "does not hold it quantized", "in awq-g32")
-    found = rebind(compiled(plain, "awq-g32")[0], binding, source)  # a plan of the scheme that is held
-    assert f"{q_proj}:z" in {name for w in found.weights for name in w.recipe.loads}
+    words = (q_proj, "holds it as awq-g32, with scales in f32", "built for bf16")
+    refused(compiled(plain, "awq-g32")[0], binding, source, *words)
     refused(compiled(plain, "int8")[0], binding, source, f"holds {q_proj} as awq-g32", "stores int8", "round it twice")
 
 

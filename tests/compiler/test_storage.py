@@ -114,6 +114,9 @@ def test_a_file_that_says_so_may_be_rounded_again_and_keeps_what_its_targets_mul
     held.requantizes = True
     assert of(storage("auto", None, held)) == "q4_1"
     assert of(storage("int8", None, held)) == "int8"
+    same = storage("int4-wo-g32", None, held)  # rounds the others to what some are already
+    assert dict(same.native) == {HEAD: "int4-wo-g32"}
+    assert [of(same), of(same, HEAD, "head")] == ["int4-wo-g32", "int4-wo-g32"]
     gpu = storage("auto", None, held, [parse("cpu:portable"), parse("sm_90a")])
     assert set(gpu.native.values()) == {"int4-wo-g32"}
     assert of(gpu) == "bf16"

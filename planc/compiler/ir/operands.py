@@ -58,9 +58,10 @@ def check_parts(attrs: Attrs, parts: Types) -> None:
     whole = TensorType("f32", parts[0].shape)
     if parts[0].dtype != row.codes:
         raise ValueError(f"scheme {row.name} has codes of {row.codes}, got {parts[0]}")
+    held = parts[1].dtype != row.scales
     for name, got in zip(row.parts[1:], parts[1:], strict=True):
-        wanted = row.part_type(whole, name)
-        if got not in (wanted, row.part_type(whole, name, held=True)):
+        wanted = row.part_type(whole, name, held=held)
+        if got != wanted:
             raise ValueError(f"scheme {row.name}: part {name} of {whole} must be {wanted}, got {got}")
 
 

@@ -144,7 +144,7 @@ class GGUFSource(ModelSource):
             if kind not in _PLAIN and name not in self._packed:
                 left.setdefault(kind, []).append(name)
         for kind, names in left.items():
-            what = "they are dequantized, and stored as a plain weight is"
+            what = "no scheme holds such blocks, or not of such a tensor, so they are dequantized"
             yield f"{len(names)} weights are {kind}, first {names[0]}: {what}"
 
     def _held(self, name: str, parts: list[str]) -> Packed | None:

@@ -146,7 +146,7 @@ def test_codes_that_no_scheme_holds_are_floats_alone(tmp_path: Path) -> None:
     write(tiny("llama", tmp_path, tokenizer=False), tmp_path / "m.gguf", Type.Q5_1)
     with open_source(str(tmp_path / "m.gguf")) as source:
         assert source.native == {}
-        assert "16 weights are Q5_1, first lm_head.weight: they are dequantized" in source.notes[0]
+        assert "16 weights are Q5_1, first lm_head.weight: no scheme holds such blocks" in source.notes[0]
 
 
 def test_a_scale_of_q4_0_that_is_not_a_number_is_named(tmp_path: Path) -> None:
@@ -162,6 +162,21 @@ def test_a_scale_of_q4_0_that_is_not_a_number_is_named(tmp_path: Path) -> None:
         pytest.raises(PlancError, match=r"layers.1.mlp.up_proj.weight is damaged: its sca"),
     ):
         source.read("model.layers.1.mlp.up_proj.weight:s")
+
+
+def test_a_minimum_of_q4_1_that_is_not_a_number_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(tiny("llama", tmp_path, tokenizer=False), path, Type.Q4_1)
+    with GGUFSource(path) as source:
+        at = source.header.tensors["blk.1.ffn_up.weight"].offset + 2
+    data = bytearray(path.read_bytes())
+    data[at : at + 2] = np.array([np.inf], "<f2").tobytes()
+    path.write_bytes(data)
+    with (
+        GGUFSource(path) as source,
+        pytest.raises(PlancError, match=r"layers.1.mlp.up_proj.weight is damaged: its zero points"),
+    ):
+        source.read("model.layers.1.mlp.up_proj.weight:z")
 
 
 @pytest.mark.parametrize("kind", [Type.F32, Type.Q8_0], ids=lambda kind: kind.name)

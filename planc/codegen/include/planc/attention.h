@@ -4,8 +4,9 @@
 //
 // Keys are walked in chunks of 256 absolute positions. A chunk gives (peak, sum, weighted values) of its own: scores,
 // their peak, exponentials, the sum in 16 lanes (lane = position % 16), values added in order of position. Chunks join in
-// order. Scores are in powers of two: what multiplies them has log2(e) in it. Rows (token, query head) that share a KV head run together in registers, which never changes a row's bits. Where
-// values are multiplied in pairs of positions (attention_operands.h), an even one begins a pair, whichever a row sees.
+// order. Scores are in powers of two: what multiplies them has log2(e) in it. Rows (token, query head) that share a KV head
+// run together in registers, which never changes a row's bits. Where values are multiplied in pairs of positions
+// (attention_operands.h), an even one begins a pair, whichever a row sees.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -101,7 +102,7 @@ class PagedAttention {
 
     // Of a sequence's one token: the position that the first chunk which it sees begins at, and how many it sees.
     Range chunks_of(int seq) const {
-        const Range sees = seen_by(in_.positions[in_.query_start[seq]]);
+        const Range sees = detail::seen_by<Config>(in_.positions[in_.query_start[seq]]);
         const int base = sees.begin / detail::CHUNK * detail::CHUNK;
         return {base, (sees.end - base + detail::CHUNK - 1) / detail::CHUNK};
     }
@@ -165,7 +166,7 @@ class PagedAttention {
     }
 
     Row make_row(int token, int head, float* rounded, State& state) const {
-        const Range sees = seen_by(in_.positions[token]);
+        const Range sees = detail::seen_by<Config>(in_.positions[token]);
         const float* q = in_.q + int64_t(token) * Config::Q_ROW + int64_t(head) * Config::Q_HEAD;
         if constexpr (PAIRED) {
             Ops::round_query(q, rounded);
@@ -179,13 +180,6 @@ class PagedAttention {
         state.peak = detail::NEVER;
         state.sum = 0.0f;
         std::memset(state.values, 0, sizeof state.values);
-    }
-
-    static Range seen_by(int position) {
-        int begin = 0;
-        if constexpr (Config::MASK == MaskKind::SLIDING) begin = std::max(0, position - Config::WINDOW + 1);
-        if constexpr (Config::MASK == MaskKind::CHUNKED) begin = position / Config::WINDOW * Config::WINDOW;
-        return {begin, position + 1};
     }
 
     // Apart from run_tile, whose stack stays small for decode.

@@ -1,5 +1,6 @@
 // What attention reads, and what it holds of rows and chunks while it runs.
 #pragma once
+#include <algorithm>
 #include <limits>
 
 #include "planc/attention_operands.h"
@@ -29,6 +30,15 @@ constexpr int TILE_ROWS = 192;  // (token, head) rows, at most, that walk a chun
 constexpr int TILES = 4;       // of each thread, if there are rows enough: with fewer, more threads wait for the last
                                // one, so that chunks of decode are shared out instead
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+// The positions that a token at one of them sees. Config: MASK, WINDOW.
+template <class Config>
+PLANC_INLINE Range seen_by(int position) {
+    int begin = 0;
+    if constexpr (Config::MASK == MaskKind::SLIDING) begin = std::max(0, position - Config::WINDOW + 1);
+    if constexpr (Config::MASK == MaskKind::CHUNKED) begin = position / Config::WINDOW * Config::WINDOW;
+    return {begin, position + 1};
+}
 
 // The state of one row's softmax over the chunks so far, or what one chunk gives to it.
 template <int WIDTH>

@@ -154,7 +154,7 @@ class LinearTiles {
             }
             add_lines(acc, x, w, count, source);
         } else {
-            for (const int end = k + count; k < end; k += SCALE_K, w += SCALE_K / Source::GROUP * Source::STRIDE, widened += WIDENED) {
+            for (const int end = k + count; k < end; k += SCALE_K, w += SCALE_K / Source::GROUP * Source::STRIDE, widened += PANEL ? WIDENED : 0) {
                 Vec part[MR][NV] = {};
                 Source source[NV];
                 PLANC_UNROLL for (int v = 0; v < NV; ++v) take_zeros(source[v], column + v * LANES, k);
@@ -168,7 +168,7 @@ class LinearTiles {
     PLANC_INLINE void add_digits(Vec (&acc)[MR][NV], int row, int column, int k, int count, const char* w, const float* widened) const {
         constexpr int SUM_K = Rows::SUM_K;
         static_assert(SCALE_K > 0 || !PANEL || PANEL_K == detail::panel_k(K, AsDigits::MOST_K, LANES), "sums of digits are those of a panel");
-        for (const int end = k + count; k < end; k += SUM_K, w += SUM_K / Source::GROUP * Source::STRIDE, widened += WIDENED) {
+        for (const int end = k + count; k < end; k += SUM_K, w += SUM_K / Source::GROUP * Source::STRIDE, widened += PANEL ? WIDENED : 0) {
             const auto x = rows_.template tile<MR, PANEL>(row, k);
             Vec part[2][MR][NV];
             PLANC_UNROLL for (int m = 0; m < MR; ++m) {
@@ -186,8 +186,8 @@ class LinearTiles {
             }
             PLANC_UNROLL for (int v = 0; v < NV; ++v) {
                 [[maybe_unused]] Vec scale, zeros;
-                if constexpr (SCALE_K > 0) scale = of_group<PANEL>(widened, from_.scale, column, v, k);
-                if constexpr (Format::ZEROS) zeros = of_group<PANEL>(widened + PANEL_COLUMNS, from_.zeros, column, v, k);
+                if constexpr (SCALE_K > 0) scale = of_group<PANEL>(widened, v, from_.scale, column + v * LANES, k);
+                if constexpr (Format::ZEROS) zeros = of_group<PANEL>(widened, PANEL_VECS + v, from_.zeros, column + v * LANES, k);
                 PLANC_UNROLL for (int m = 0; m < MR; ++m) {
                     Vec sum = joined(as_int(part[0][m][v]), as_int(part[1][m][v]));
                     if constexpr (Format::ZEROS) sum = sum - sum_of_x[m] * zeros;
@@ -210,7 +210,7 @@ class LinearTiles {
     template <bool PANEL, int MR, int NV>
     PLANC_INLINE void add_scaled(Vec (&acc)[MR][NV], const Vec (&part)[MR][NV], int column, int k, const float* widened) const {
         PLANC_UNROLL for (int v = 0; v < NV; ++v) {
-            const Vec scale = of_group<PANEL>(widened, from_.scale, column, v, k);
+            const Vec scale = of_group<PANEL>(widened, v, from_.scale, column + v * LANES, k);
             PLANC_UNROLL for (int m = 0; m < MR; ++m) acc[m][v] = fma(part[m][v] * splat(Format::UNIT), scale, acc[m][v]);
         }
     }
@@ -228,11 +228,11 @@ class LinearTiles {
         return valid > 0 ? load_as_float(p, valid) : zero();
     }
 
-    // The v-th sixteen from `column` on: as a panel has them, or from `values`.
+    // The same, which a panel has as its vector `i` of the group.
     template <bool PANEL>
-    PLANC_INLINE Vec of_group(const float* widened, const Scale* values, int column, int v, int k) const {
-        if constexpr (PANEL && WIDENED > 0) return load(widened + v * LANES);
-        return of_group(values, column + v * LANES, k);
+    PLANC_INLINE Vec of_group(const float* widened, int i, const Scale* values, int column, int k) const {
+        if constexpr (PANEL && WIDENED > 0) return load(widened + i * LANES);
+        return of_group(values, column, k);
     }
 
     // Scales, and zero points, of the panel's groups as f32.

@@ -155,7 +155,7 @@ struct OffsetU4 : detail::PackedU4<SCALES> {
 
 };
 
-// Codes less a whole number for each column and SCALES of k, f32 [K/SCALES][N].
+// Codes less a whole number for each column and SCALES of k, [K/SCALES][N].
 template <int SCALES>
 struct ZerosU4 : detail::PackedU4<SCALES> {
     using Base = detail::PackedU4<SCALES>;

@@ -123,7 +123,10 @@ class Packed:
 
     def _zeros(self, start: int, stop: int) -> Array:
         assert self.zeros is not None
-        return self.zeros(start, stop)
+        zeros = self.zeros(start, stop)
+        if not np.isfinite(zeros).all():
+            raise NotFiniteError("its zero points hold NaN or infinity")
+        return zeros
 
     def _checked_codes(self, start: int, stop: int) -> Array:
         codes = self.codes(start, stop)
