@@ -82,9 +82,10 @@ def test_a_packed_plan_is_the_built_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
-def test_a_gguf_file_into_a_plan_of_a_config(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_a_gguf_file_into_a_plan_of_a_config(tmp_path: Path, dtype: str, kind: str) -> None:
     folder = tiny("qwen2", tmp_path / "model")
-    write_gguf(folder, tmp_path / "m.gguf")
+    write_gguf(folder, tmp_path / "m.gguf", gguf.GGMLQuantizationType[kind])
     plan = built(without_weights(folder, tmp_path), tmp_path / "plan", weights="none", dtype=dtype, reference="none")
     built(tmp_path / "m.gguf", tmp_path / "built", dtype=dtype, reference="none")
     assert contents(packed(plan, tmp_path / "m.gguf")) == contents(tmp_path / "built")
