@@ -39,8 +39,10 @@ def test_one_ring_wakes_every_task_and_wait_sees_that_they_have_run() -> None:
                 ran.append(i)
 
         def rings() -> None:
-            time.sleep(0.05)
             for _ in range(3):
+                busy = threading.Event()
+                plain(lambda: (busy.set(), time.sleep(0.3)))  # noqa: B023 - it is waited for
+                busy.wait(5.0)
                 for wake in wakes:
                     bell.ring(wake)
                 bell.wait(5.0)
