@@ -219,7 +219,7 @@ def _lift(
     from planc.compiler.trace import trace
 
     facts.say_source(source, config, progress)
-    facts.say_storage(source, options.storage, bool(request.quant_config) or request.dtype != "auto", progress)
+    facts.say_storage(source, options.storage, progress)
     with progress.stage("trace"):
         bindings: list[Binding] = []  # bound before the trace: a tie that the checkpoint breaks must not be traced
         traced = trace(

@@ -62,15 +62,13 @@ def say_source(source: ModelSource, config: PretrainedConfig, progress: Progress
         progress.say(note)
 
 
-def say_storage(source: ModelSource, quant: QuantConfig, asked: bool, progress: Progress) -> None:
-    """What becomes of codes that a checkpoint holds, where its own may be rounded again: as was `asked`, or for want of
-    kernels.
-    """
+def say_storage(source: ModelSource, quant: QuantConfig, progress: Progress) -> None:
+    """What becomes of codes that a checkpoint holds, where its own may be rounded again."""
     left = Counter(name for tensor, name in source.native.items() if tensor not in quant.native)
     if source.requantizes and left:
         kinds = ", ".join(f"{count} in {name}" for name, count in left.most_common())
-        why = "" if asked else "not every target has kernels for them: "
-        progress.say(f"{why}weights that the file holds quantized ({kinds}) are dequantized, stored as {quant.default}")
+        why = "other storage was asked for, or not every target has kernels for them"
+        progress.say(f"weights that the file holds quantized ({kinds}) are dequantized: {why}")
 
 
 def say_binding(binding: Binding, progress: Progress) -> None:

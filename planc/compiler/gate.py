@@ -249,7 +249,8 @@ def as_json(storage: QuantConfig) -> str:
     held = {*storage.native.values()}  # of several schemes, or of one that no file can ask for, auto alone keeps codes
     kept = not held or (held == {storage.default} and not SCHEMES[storage.default].read_only)
     said = {"default": storage.default if kept else AUTO}
-    said |= {field: storage.kinds[kind] for field, kind in KINDS.items() if kind in storage.kinds}
+    own = storage.asked if held else storage.kinds.keys()
+    said |= {field: storage.kinds[kind] for field, kind in KINDS.items() if kind in own}
     return json.dumps(said | {"modules": dict(storage.modules)}, indent=1)
 
 

@@ -41,18 +41,18 @@ def storage(dtype: str, path: Path | None, source: ModelSource, targets: Iterabl
     kinds = {kind: _known(said[field], f"{path}: {field}") for field, kind in KINDS.items() if field in said}
     native = _kept(source, tuple(targets))
     held = Counter(native.values())
-    if not held or chosen in PLAIN:
+    again = source.requantizes and chosen != AUTO and {*source.native.values()} != {chosen}
+    if not held or chosen in PLAIN or again:
         return QuantConfig("bf16" if chosen == AUTO else chosen, modules, kinds)
-    if source.requantizes and chosen != AUTO and set(held) != {chosen}:  # all but what is so already
-        same = {tensor: name for tensor, name in native.items() if name == chosen}
-        return QuantConfig(chosen, modules, kinds, same)
     if chosen != AUTO and set(held) != {chosen}:
         raise UsageError(
             f"the checkpoint is quantized already, as {', '.join(sorted(held))}: --dtype auto keeps it so, --dtype "
             f"bf16 widens it. For {chosen}, start from the unquantized model."
         )
     # What the checkpoint left wide stays so.
-    return QuantConfig(held.most_common(1)[0][0], modules, dict.fromkeys(_EVERY, "bf16") | kinds, native)
+    return QuantConfig(
+        held.most_common(1)[0][0], modules, dict.fromkeys(_EVERY, "bf16") | kinds, native, frozenset(kinds)
+    )
 
 
 def _kept(source: ModelSource, targets: tuple[Target, ...]) -> Mapping[str, str]:

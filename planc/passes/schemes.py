@@ -23,13 +23,15 @@ _OTHER = "bf16"
 @dataclass(frozen=True)
 class QuantConfig:
     """`default` for all; `modules` maps patterns over the names of checkpoint tensors, the first that matches counts;
-    `kinds` says it of the head, the embedding, the router. `native` are tensors that the checkpoint holds in a scheme.
+    `kinds` says it of the head, the embedding, the router. `native` are tensors that the checkpoint holds in a scheme,
+    and stay so but in the kinds that were `asked` for otherwise.
     """
 
     default: str
     modules: tuple[tuple[str, str], ...] = ()
     kinds: Mapping[str, str] = field(default_factory=dict)
     native: Mapping[str, str] = field(default_factory=dict)
+    asked: frozenset[str] = frozenset()
 
     @property
     def said(self) -> set[str]:
@@ -41,7 +43,8 @@ class QuantConfig:
         linear or expert. PlancError names a weight that the scheme cannot hold.
         """
         loads = recipe.loads
-        name = self._said(loads) or self._held(loads) or self.kinds.get(kind) or self._usual(kind)
+        asked = self.kinds.get(kind) if kind in self.asked else None
+        name = self._said(loads) or asked or self._held(loads) or self.kinds.get(kind) or self._usual(kind)
         if name not in SCHEMES or self._held(loads) == name:
             return name
         try:

@@ -109,14 +109,17 @@ def test_a_quantized_checkpoint_keeps_its_scheme() -> None:
         storage("int8", None, source(q="awq-g64"))
 
 
-def test_a_file_that_says_so_may_be_rounded_again_and_keeps_what_its_targets_multiply() -> None:
+def test_a_file_that_says_so_may_be_rounded_again_and_keeps_what_its_targets_multiply(tmp_path: Path) -> None:
     held = source(q="q4_1", head="int4-wo-g32")
     held.requantizes = True
     assert of(storage("auto", None, held)) == "q4_1"
     assert of(storage("int8", None, held)) == "int8"
-    same = storage("int4-wo-g32", None, held)  # rounds the others to what some are already
-    assert dict(same.native) == {HEAD: "int4-wo-g32"}
-    assert [of(same), of(same, HEAD, "head")] == ["int4-wo-g32", "int4-wo-g32"]
+    assert storage("int4-wo-g32", None, held).native == {}  # some of it is that already, which is rounded again too
+    whole = source(q="int4-wo-g32")
+    whole.requantizes = True
+    assert dict(storage("int4-wo-g32", None, whole).native) == {Q: "int4-wo-g32"}
+    wide = storage("auto", file(tmp_path, {"lm_head": "bf16"}), held)
+    assert [of(wide), of(wide, HEAD, "head")] == ["q4_1", "bf16"]
     gpu = storage("auto", None, held, [parse("cpu:portable"), parse("sm_90a")])
     assert set(gpu.native.values()) == {"int4-wo-g32"}
     assert of(gpu) == "bf16"

@@ -53,7 +53,7 @@ PLANC_INLINE Vec power_by(Vec x, const float (&c)[N]) {
 }
 }  // namespace detail
 
-// 2^x for x <= 0, within 3e-7 of itself; 0 from -127 on, a NaN stays a NaN. What softmax needs of exp at half its cost.
+// 2^x for x <= 0, within 3e-7 of itself down to -126; 0 from -127 on. What softmax needs of exp at half its cost.
 PLANC_INLINE Vec power_of_two_below_one(Vec x) {
     static constexpr float C[] = {1.326472731e-3f, 9.671512991e-3f, 5.550733581e-2f, 2.402224243e-1f, 6.931470037e-1f, 1.0f};
     return detail::power_by(x, C);
