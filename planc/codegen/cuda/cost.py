@@ -99,9 +99,7 @@ def _cut(p: Product, tile: Tile) -> _Work:
 def _channel_bytes(p: Product) -> float:
     """Bytes of a channel's codes and scales, a k."""
     row = SCHEMES.get(p.weight)
-    each = 16 if row is not None and row.scales == "bf16" else 32
-    scales = each * len(row.parts[1:]) / row.group if row is not None and row.group else 0
-    return (weight_bits(p) + scales) / 8
+    return (weight_bits(p) + (row.scale_bits if row is not None else 0)) / 8
 
 
 def _moved(gpu: SKU, p: Product, work: _Work) -> float:

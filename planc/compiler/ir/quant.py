@@ -52,6 +52,11 @@ class Scheme:
         return ("q", "s", "z") if self.zeros else ("q", "s")
 
     @property
+    def scale_bits(self) -> float:
+        """Bits of scales and zero points a code of a group, as they are made here; of a channel none count."""
+        return 8 * DTYPES[self.scales].itemsize * len(self.parts[1:]) / self.group if self.group else 0.0
+
+    @property
     def is_float(self) -> bool:
         """Whether codes are floats, each rounded to a share of itself."""
         return self.codes.startswith("f8")

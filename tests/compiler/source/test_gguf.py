@@ -149,34 +149,26 @@ def test_codes_that_no_scheme_holds_are_floats_alone(tmp_path: Path) -> None:
         assert "16 weights are Q5_1, first lm_head.weight: no scheme holds such blocks" in source.notes[0]
 
 
-def test_a_scale_of_q4_0_that_is_not_a_number_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "byte", "number", "part", "words"),
+    [(Type.Q4_0, 0, np.nan, "s", "its sca"), (Type.Q4_1, 2, np.inf, "z", "its zero points")],
+    ids=["scale", "minimum"],
+)
+def test_what_is_not_a_number_is_named(
+    kind: gguf.GGMLQuantizationType, byte: int, number: float, part: str, words: str, tmp_path: Path
+) -> None:
     path = tmp_path / "model.gguf"
-    write(tiny("llama", tmp_path, tokenizer=False), path, Type.Q4_0)
+    write(tiny("llama", tmp_path, tokenizer=False), path, kind)
     with GGUFSource(path) as source:
-        at = source.header.tensors["blk.1.ffn_up.weight"].offset
+        at = source.header.tensors["blk.1.ffn_up.weight"].offset + byte
     data = bytearray(path.read_bytes())
-    data[at : at + 2] = np.array([np.nan], "<f2").tobytes()
+    data[at : at + 2] = np.array([number], "<f2").tobytes()
     path.write_bytes(data)
     with (
         GGUFSource(path) as source,
-        pytest.raises(PlancError, match=r"layers.1.mlp.up_proj.weight is damaged: its sca"),
+        pytest.raises(PlancError, match=rf"layers.1.mlp.up_proj.weight is damaged: {words}"),
     ):
-        source.read("model.layers.1.mlp.up_proj.weight:s")
-
-
-def test_a_minimum_of_q4_1_that_is_not_a_number_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    write(tiny("llama", tmp_path, tokenizer=False), path, Type.Q4_1)
-    with GGUFSource(path) as source:
-        at = source.header.tensors["blk.1.ffn_up.weight"].offset + 2
-    data = bytearray(path.read_bytes())
-    data[at : at + 2] = np.array([np.inf], "<f2").tobytes()
-    path.write_bytes(data)
-    with (
-        GGUFSource(path) as source,
-        pytest.raises(PlancError, match=r"layers.1.mlp.up_proj.weight is damaged: its zero points"),
-    ):
-        source.read("model.layers.1.mlp.up_proj.weight:z")
+        source.read(f"model.layers.1.mlp.up_proj.weight:{part}")
 
 
 @pytest.mark.parametrize("kind", [Type.F32, Type.Q8_0], ids=lambda kind: kind.name)

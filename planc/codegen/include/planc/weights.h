@@ -139,6 +139,15 @@ struct PackedU4 : Plain {
         return k % 2 ? byte >> 4 : byte & 15;
     }
 };
+
+// Of codes whose zero points `take_zeros` takes, what does not depend on whether those are whole.
+template <int SCALES>
+struct U4LessZeros : PackedU4<SCALES> {
+    static constexpr bool ZEROS = true;
+    static constexpr int BYTE_ZERO = -1;  // the sums of digits themselves
+    static constexpr float UNIT = PackedI8::UNIT;
+    static PLANC_INLINE float at(const char* row, int k) { return float(PackedU4<SCALES>::code(row, k)); }
+};
 }  // namespace detail
 
 // Codes less OFFSET.
@@ -157,11 +166,8 @@ struct OffsetU4 : detail::PackedU4<SCALES> {
 
 // Codes less a whole number for each column and SCALES of k, [K/SCALES][N].
 template <int SCALES>
-struct ZerosU4 : detail::PackedU4<SCALES> {
-    using Base = detail::PackedU4<SCALES>;
-    static constexpr bool ZEROS = true;
-    static constexpr int BYTE_ZERO = -1;  // the sums of digits themselves
-    static constexpr float UNIT = PackedI8::UNIT;
+struct ZerosU4 : detail::U4LessZeros<SCALES> {
+    using Base = detail::U4LessZeros<SCALES>;
 
     // The zero points of sixteen columns, which unpack takes off. They fit in a byte.
     PLANC_INLINE void take_zeros(Vec z) {
@@ -172,7 +178,6 @@ struct ZerosU4 : detail::PackedU4<SCALES> {
     PLANC_INLINE Vec unpack(const char* line) const {
         return to_float(byte_at_top<I / 2>(minus_bytes(Base::template codes<I>(line), zeros_)));
     }
-    static PLANC_INLINE float at(const char* row, int k) { return float(Base::code(row, k)); }
 
    private:
     VecI zeros_;
@@ -180,18 +185,14 @@ struct ZerosU4 : detail::PackedU4<SCALES> {
 
 // Codes less a number for each column and SCALES of k, f32 [K/SCALES][N].
 template <int SCALES>
-struct FractionsU4 : detail::PackedU4<SCALES> {
-    using Base = detail::PackedU4<SCALES>;
-    static constexpr bool ZEROS = true;
-    static constexpr int BYTE_ZERO = -1;  // the sums of digits themselves
-    static constexpr float UNIT = PackedI8::UNIT;
+struct FractionsU4 : detail::U4LessZeros<SCALES> {
+    using Base = detail::U4LessZeros<SCALES>;
 
-    PLANC_INLINE void take_zeros(Vec z) { zeros_ = z * splat(1.0f / UNIT); }
+    PLANC_INLINE void take_zeros(Vec z) { zeros_ = z * splat(1.0f / Base::UNIT); }
     template <int I>
     PLANC_INLINE Vec unpack(const char* line) const {
         return to_float(byte_at_top<I / 2>(Base::template codes<I>(line))) - zeros_;
     }
-    static PLANC_INLINE float at(const char* row, int k) { return float(Base::code(row, k)); }
 
    private:
     Vec zeros_;
