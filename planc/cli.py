@@ -101,7 +101,8 @@ def _tell(out: Path, plan: "Plan") -> None:
     metavar="NAME",
     default="auto",
     show_default=True,
-    help="Storage of weights: bf16, f32, int8 (W8A8), int8-wo, fp8, fp8-block, awq[-g64|-g32], int4-wo[-g64|-g32]. "
+    help="Storage of weights: bf16, f32, int8 (W8A8), int8-wo, fp8, fp8-block, int4 (W4A8), awq, "
+    "int4-wo, these three with -g64 or -g32, too. "
     "auto: as the checkpoint is quantized, else bf16.",
 )
 @click.option("--quant-config", type=PLAN, metavar="FILE", help="JSON: default, lm_head, embedding, router, modules.")

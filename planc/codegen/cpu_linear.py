@@ -37,8 +37,10 @@ def _format_of_codes(row: Scheme) -> tuple[str, str] | None:
         return f"GroupedI8<{group}>", f"i8g{group}"
     if row.codes == "f8e4m3" and row.act == "f8e4m3":
         return f"PackedF8<{group}>", f"f8g{group}"
-    if row.codes != "u4" or row.act or not group:
+    if row.codes != "u4" or not group:
         return None
+    if row.act:
+        return (f"DotsU4<{group}>", f"u4i8g{group}") if row.act == "i8" and row.by_group and row.zeros else None
     if row.name == "mxfp4":
         return f"E2m1<{group}>", f"e2m1g{group}"
     if row.zeros:
@@ -153,14 +155,16 @@ def _expert_linear(node: Node, types: Types) -> Design:
         integer("X_SLOT", x.strides()[1] if len(x.shape) == 3 else 0),
         integer("IDS_ROW", ids.strides()[0] if len(ids.shape) == 2 else 0),
         flag("BIAS", at.bias is not None),
-        *(_scale_strides(x) if at.row_scales else ()),
+        *(_scale_strides(types[at.row_scales], len(x.shape) - 1) if at.row_scales else ()),
     )
     return Design(constants, {"at": buffers, "scale": _element(types, buffers["s"])})
 
 
-def _scale_strides(x: TensorType) -> tuple[Constant, ...]:
-    apart = len(x.shape) == 3
-    return integer("SCALE_ROW", int(x.shape[1]) if apart else 1), integer("SCALE_SLOT", int(apart))
+def _scale_strides(scales: TensorType, rows: int) -> tuple[Constant, ...]:
+    """Of the scales of rows that have so many axes."""
+    each = prod(int(d) for d in scales.shape[rows:])
+    of_token = each * int(scales.shape[1]) if rows == 2 else each
+    return integer("SCALE_ROW", of_token), integer("SCALE_SLOT", each * (rows == 2))
 
 
 def _embedding_fits(node: Node, types: Types) -> bool:
@@ -214,19 +218,21 @@ def _embedding_row(op: str, table: str) -> Row:
     return Row(op, "embedding.cpp.jinja", _embedding, says, _embedding_fits, either=frozenset({0}))
 
 
+_CODES = "i8 or f8e4m3 with a scale a row, or i8 with one a group"
+_OF_CODES = "of the same codes, or u4"
 _HALVES = f"whose halves have a multiple of {BLOCK} channels"
 _U4_TABLE = "table u4 packed with scales by group, ids i32[T]"
 
 LINEAR: tuple[Row, ...] = (
     _product_row("linear", "f32", "f32 or bf16", 1),
     _product_row("qlinear", "f32", "i8 with scales by channel or group, or u4 with scales by group", 1),
-    _product_row("qlinear", "i8 or f8e4m3 with a scale a row", "of the same codes", 2),
+    _product_row("qlinear", _CODES, _OF_CODES, 2),
     _product_row("linear_act_mul", "f32", f"f32 or bf16 {_HALVES}", 1),
     _product_row("qlinear_act_mul", "f32", f"i8 or u4 {_HALVES}", 1),
-    _product_row("qlinear_act_mul", "i8 or f8e4m3 with a scale a row", f"of the same codes {_HALVES}", 2),
+    _product_row("qlinear_act_mul", _CODES, f"{_OF_CODES} {_HALVES}", 2),
     _product_row("expert_linear", "f32", "f32 or bf16", 2),
     _product_row("qexpert_linear", "f32", "i8 with scales by channel or group, or u4 with scales by group", 2),
-    _product_row("qexpert_linear", "i8 or f8e4m3 with a scale a row", "of the same codes", 3),
+    _product_row("qexpert_linear", _CODES, _OF_CODES, 3),
     _embedding_row("embedding", "f32 or bf16"),
     _embedding_row("qembedding", "i8 or f8e4m3 with scales"),
     Row("qembedding", "embedding.cpp.jinja", _embedding, _U4_TABLE, _packed_embedding_fits, packed=frozenset({0})),

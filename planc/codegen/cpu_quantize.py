@@ -30,6 +30,8 @@ def _rounds(node: Node, types: Types, at: int) -> tuple[tuple[Constant, ...], Ma
     _, shift, outliers = rounding(range(at, at + len(types)), types)
     constants = [alias("Element", ELEMENTS[dtype], dtype), integer("WIDTH", int(types[0].shape[-1]))]
     count = 0 if outliers is None else int(types[outliers - at].shape[0])
+    if group := int(node.attr("group", 0)):  # type: ignore[arg-type]
+        constants += [integer("GROUP", group)]
     constants += [integer("HADAMARD", turned), flag("SHIFT", shift is not None), integer("OUTLIERS", count)]
     if turned > 1:
         words = ", ".join(f"{word:#x}u" for word in hadamard.WORDS)
@@ -67,7 +69,7 @@ def _fits(node: Node, types: Types) -> bool:
     return norm_fits(node, types[:count]) and _held(types[0])
 
 
-_ROUND = "maybe a shift f32[K] and outliers i32[n], to i8 or f8e4m3, and a scale a row"
+_ROUND = "maybe a shift f32[K] and outliers i32[n], to i8 or f8e4m3, and a scale a row or group"
 _MADE = f"f32 [T, .., K], K up to {_MOST}, and parameters; {_ROUND}"
 
 

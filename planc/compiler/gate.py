@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from planc.compiler.ir.quant import SCHEMES
+from planc.compiler.ir.quant import SCHEMES, base
 from planc.compiler.probe import Group
 from planc.compiler.storage import AUTO, KINDS
 from planc.errors import PlancError, UsageError
@@ -32,6 +32,7 @@ _MOST: Mapping[str, tuple[float, float]] = {
     "fp8": (0.2, 0.15),
     "fp8-block": (0.2, 0.15),
     "awq": (0.7, 0.6),
+    "int4": (0.8, 0.7),
     "int4-wo": (1.2, 1.0),
     "mxfp4": (0.2, 0.15),
 }
@@ -64,7 +65,7 @@ def limits(storage: QuantConfig, kv_dtype: str, most_kl: float | None, most_ppl:
     The reference of a quantized checkpoint has its codes too, so where these alone are kept nothing is lost.
     """
     exact = {name for name in storage.native.values() if not SCHEMES[name].act}
-    rows = [_MOST["bf16" if name in exact else re.sub(r"-g\d+$", "", name)] for name in storage.said]
+    rows = [_MOST["bf16" if name in exact else base(name)] for name in storage.said]
     kl, ppl = (
         max(values) + more for values, more in zip(zip(*rows, strict=True), _KV_ADDS.get(kv_dtype, (0, 0)), strict=True)
     )

@@ -12,6 +12,7 @@ from planc.codegen.cuda.call import Bucket, calls
 from planc.codegen.kernel import layouts
 from planc.codegen.target import Target
 from planc.compiler.ir.graph import Node, Value
+from planc.compiler.ir.operands import scales_type
 from planc.compiler.ir.quant import SCHEMES, Scheme
 from planc.compiler.ir.types import PAIRS, TensorType
 from planc.compiler.source import ModelSource
@@ -81,7 +82,8 @@ def check_kernels(config: QuantConfig, target: Target) -> None:
 def _has_kernels(row: Scheme, target: Target) -> bool:
     """Asks the kernel table with a small product."""
     w = TensorType("f32", (64, 128))
-    x = [TensorType(row.act or "f32", ("T", 128)), *([TensorType("f32", ("T",))] if row.act else [])]
+    rows = TensorType(row.act or "f32", ("T", 128))
+    x = [rows, *([scales_type(rows, row.rows_group)] if row.act else [])]
     types = [*x, *(_stored(row.part_type(w, p), target) for p in row.parts)]
     out = Value("y", TensorType("f32", ("T", 64)))
     node = Node("qlinear", tuple(f"i{i}" for i in range(len(types))), (out,), (("scheme", row.name),))

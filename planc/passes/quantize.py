@@ -19,7 +19,8 @@ from planc.passes.assign import WEIGHT, weighted
 from planc.passes.native import native_part
 from planc.passes.options import Options
 
-_Rows = dict[tuple[str, str, int, tuple[Weight, ...]], Node]  # by what is rounded, to what, and what else it takes
+# By what is rounded, to what, in which blocks it turns and shares scales, and what else it takes.
+_Rows = dict[tuple[str, str, int, int | None, tuple[Weight, ...]], Node]
 
 
 def quantize(graph: Graph, options: Options) -> tuple[Graph, int]:
@@ -92,7 +93,7 @@ def _quantized(
     before: list[Node] = []
     inputs = n.inputs
     if row.act and n.op != "embedding":
-        key = (inputs[0], row.act, turned, taken)
+        key = (inputs[0], row.act, turned, row.rows_group, taken)
         if key not in rows:
             rows[key] = _rounding(*key, n, graph)
             before.append(rows[key])
@@ -108,8 +109,11 @@ def _over(n: Node, inputs: tuple[str, ...], at: int, weights: list[Weight]) -> N
     return replace(n, inputs=(*inputs[:at], *names, *inputs[at + 1 :]), attrs=attrs)
 
 
-def _rounding(name: str, dtype: str, turned: int, taken: tuple[Weight, ...], reader: Node, graph: Graph) -> Node:
-    attrs = (("dtype", dtype), *((("hadamard", turned),) if turned > 1 else ()))
+def _rounding(
+    name: str, dtype: str, turned: int, group: int | None, taken: tuple[Weight, ...], reader: Node, graph: Graph
+) -> Node:
+    shared = (("group", group),) if group else ()
+    attrs = (("dtype", dtype), *((("hadamard", turned),) if turned > 1 else ()), *shared)
     types = OPS["quantize_rows"].infer(dict(attrs), [graph.types[name], *(w.value.type for w in taken)])
     stem = name + codes_tail(dict(attrs), [w.name for w in taken])
     outputs = tuple(Value(f"{stem}{tail}", t) for tail, t in zip(("", ".s"), types, strict=True))

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from planc.compiler.ir.quant import SCHEMES, fitted
+from planc.compiler.ir.quant import SCHEMES, base, fitted
 from planc.compiler.ir.recipe import Recipe, infer
 from planc.errors import PlancError
 
@@ -12,7 +12,7 @@ PLAIN = ("bf16", "f32")
 # Where a scheme would cost accuracy for few bytes, the part of the model that gets more bits: the head, whose rows are
 # the logits; the router of experts, which decides; an embedding of its own, of which a step reads a few rows.
 _WIDER: Mapping[str, Mapping[str, str]] = {
-    "head": {"fp8": "bf16", "fp8-block": "bf16", "mxfp4": "bf16"},
+    "head": {"fp8": "bf16", "fp8-block": "bf16", "mxfp4": "bf16", "int4": "int8"},
     "router": {},
     "embedding": {},
 }
@@ -65,4 +65,4 @@ class QuantConfig:
     def _usual(self, kind: str) -> str:
         if self.default in PLAIN or kind in ("linear", "expert"):
             return self.default
-        return _WIDER[kind].get(self.default, _HEAD if kind == "head" else _OTHER)
+        return _WIDER[kind].get(base(self.default), _HEAD if kind == "head" else _OTHER)

@@ -89,7 +89,7 @@ def _candidates(size: int, products: list[_Product]) -> Iterator[np.ndarray]:
     if any(p.scheme.zeros for p in products):
         mean = np.maximum.reduce([_by_unit(p.stats.size, p.units, size, np.add) / _count(p, size) for p in products])
         yield from awq.candidates(mean)
-    if any(p.scheme.act for p in products):
+    if any(p.stats.sample is not None for p in products):
         peak, most = (
             np.maximum.reduce([_by_unit(x(p), p.units, size, np.maximum) for p in products])
             for x in (lambda p: p.stats.peak, lambda p: p.w.abs().amax(0).numpy())

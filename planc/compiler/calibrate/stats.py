@@ -45,9 +45,10 @@ class Collector:
         self._peak = np.zeros(features, np.float32)
         self._count, self._slots = 0, False
         self._each = -(-SAMPLE // windows)
-        self._rows: list[np.ndarray] | None = [] if row.act else None
+        by_token = row.act is not None and not row.by_group
+        self._rows: list[np.ndarray] | None = [] if by_token else None
         group = row.group or features
-        self._gram = None if row.act else np.zeros((-(-features // group), group, group))
+        self._gram = None if by_token else np.zeros((-(-features // group), group, group))
 
     def add(self, x: np.ndarray) -> None:
         """Rows [.., K] of a window."""

@@ -71,9 +71,14 @@ def check_rows(attrs: Attrs, given: Operands[TensorType]) -> None:
     wanted = (row.act,) if row.act else ("f32", "bf16")
     if given.x.dtype not in wanted:
         raise ValueError(f"scheme {row.name} multiplies rows of {' or '.join(wanted)}, got {given.x}")
-    scales = given.row_scales
-    if scales is not None and (scales.dtype, scales.shape) != ("f32", given.x.shape[:-1]):
-        raise ValueError(f"the rows of {given.x} need scales f32{list(given.x.shape[:-1])}, got {scales}")
+    needed, scales = scales_type(given.x, row.rows_group), given.row_scales
+    if scales is not None and (scales.dtype, scales.shape) != (needed.dtype, needed.shape):
+        raise ValueError(f"the rows of {given.x} need scales {needed}, got {scales}")
+
+
+def scales_type(x: TensorType, group: int | None) -> TensorType:
+    """Of the scales of rows: one a row, or one for each so many features."""
+    return TensorType("f32", (*x.shape[:-1], *((int(x.shape[-1]) // group,) if group else ())))
 
 
 def rounding(items: Sequence[T], types: Types) -> tuple[T, T | None, T | None]:
@@ -88,13 +93,15 @@ def rounding(items: Sequence[T], types: Types) -> tuple[T, T | None, T | None]:
 def codes_tail(attrs: Attrs, taken: Sequence[str]) -> str:
     """What the name of the codes has behind that of their rows: the attributes of quantize_rows, what else it takes."""
     turned = f".h{attrs['hadamard']}" if "hadamard" in attrs else ""
-    return f".{attrs['dtype']}{turned}" + "".join(f".{name}" for name in taken)
+    shared = f".g{attrs['group']}" if "group" in attrs else ""
+    return f".{attrs['dtype']}{turned}{shared}" + "".join(f".{name}" for name in taken)
 
 
 def rows_types(attrs: Attrs, types: Types) -> Out:
     """x f32[.., K], maybe a shift f32[K] that is taken from each row, give codes[.., K] and scales f32[..]; `hadamard`
-    is the block in which rows turn. With outliers i32[n], features that are kept to two digits, f8e4m3 codes
-    [.., K + 2n]: behind the first K stand the second digits of the outliers, and their first ones again.
+    is the block in which rows turn. With `group` each so many features have a scale, f32[.., K/group]. With outliers
+    i32[n], features that are kept to two digits, f8e4m3 codes [.., K + 2n]: behind the first K stand the second digits
+    of the outliers, and their first ones again.
     """
     x, *rest = types
     outliers = [t for t in rest if t.dtype == "i32"]
@@ -110,11 +117,13 @@ def rows_types(attrs: Attrs, types: Types) -> Out:
     size = attrs.get("hadamard", 1)
     if not isinstance(size, int) or size & (size - 1) or not 1 <= size <= hadamard.block(int(x.shape[-1])):
         raise ValueError(f"quantize_rows: rows of {x} do not turn in blocks of {size}")
-    k = int(x.shape[-1])
+    k, group = int(x.shape[-1]), attrs.get("group")
+    if group is not None and (not isinstance(group, int) or group < 1 or k % group or outliers):
+        raise ValueError(f"quantize_rows: rows of {x} have no scales for each {group} features")
     for t in outliers:
         if rest[-1:] != outliers or len(t.shape) != 1 or not 1 <= int(t.shape[0]) <= k:
             raise ValueError(f"quantize_rows: rows of {x} take outliers i32[n] last, got {', '.join(map(str, rest))}")
         if attrs["dtype"] != "f8e4m3" or size > 1:
             raise ValueError("quantize_rows: only rows of f8e4m3 that do not turn have outliers")
         k += 2 * int(t.shape[0])
-    return TensorType(str(attrs["dtype"]), (*x.shape[:-1], k)), TensorType("f32", x.shape[:-1])
+    return TensorType(str(attrs["dtype"]), (*x.shape[:-1], k)), scales_type(x, group)

@@ -27,9 +27,9 @@ class Scheme:
     """One row. `codes` is the dtype of the codes, `group` how many k share a scale (None: all of a channel's), `blocks`
     that 128 channels share it too, `zeros` that each group has a zero point, `whole` that those are whole numbers,
     `offset` the zero point of all where it is one number, `act` the dtype that activations are rounded to, a scale a
-    token; None leaves them as they are. Rows and weights of a scheme that `turns` turn before they are rounded
-    (hadamard.py): codes at equal steps gain by it, those of floats lose. `scales` is the dtype of scales and zero
-    points where they are made here; what checkpoints hold stays f32.
+    token, or one for each group of it (`by_group`); None leaves them as they are. Rows and weights of a scheme that
+    `turns` turn before they are rounded (hadamard.py): codes at equal steps gain by it, those of floats lose. `scales`
+    is the dtype of scales and zero points where they are made here; what checkpoints hold stays f32.
 
     A scheme that is `read_only` is what checkpoints hold, and nothing is quantized to it.
     """
@@ -42,6 +42,7 @@ class Scheme:
     whole: bool = True
     offset: int = 0
     act: str | None = None
+    by_group: bool = False
     turns: bool = False
     scales: str = "f32"
     read_only: bool = False
@@ -55,6 +56,11 @@ class Scheme:
     def scale_bits(self) -> float:
         """Bits of scales and zero points a code of a group, as they are made here; of a channel none count."""
         return 8 * DTYPES[self.scales].itemsize * len(self.parts[1:]) / self.group if self.group else 0.0
+
+    @property
+    def rows_group(self) -> int | None:
+        """How many features of a row share a scale where it has one for each group."""
+        return self.group if self.by_group else None
 
     @property
     def is_float(self) -> bool:
@@ -225,13 +231,14 @@ _ROWS = (
     Scheme("fp8-block", "f8e4m3", group=BLOCK, blocks=True, act="f8e4m3"),
     Scheme("int4-wo", "u4", group=GROUPS[0], offset=8, scales="bf16"),
     Scheme("awq", "u4", group=GROUPS[0], zeros=True, scales="bf16"),
+    Scheme("int4", "u4", group=GROUPS[0], zeros=True, act="i8", by_group=True, scales="bf16"),
     Scheme("mxfp4", "u4", group=32, read_only=True),
     # Blocks of GGUF files, those of 5 and 6 bits in codes of 8.
     Scheme("q4_1", "u4", group=32, zeros=True, whole=False, read_only=True),
     Scheme("q8_0", "i8", group=32, read_only=True),
     Scheme("q6_k", "i8", group=16, read_only=True),
 )
-_GROUPED = ("int4-wo", "awq")  # those that have a row for each group size: `awq-g64`
+_GROUPED = ("int4-wo", "awq", "int4")  # those that have a row for each group size: `awq-g64`
 SCHEMES: Mapping[str, Scheme] = {row.name: row for row in _ROWS} | {
     f"{row.name}-g{g}": replace(row, name=f"{row.name}-g{g}", group=g)
     for row in _ROWS
@@ -247,20 +254,24 @@ def scheme(name: str) -> Scheme:
     return SCHEMES[name]
 
 
+def base(name: str) -> str:
+    """A scheme's name without its group size."""
+    return re.sub(r"-g\d+$", "", name)
+
+
 def fitted(name: str, k: int) -> str:
     """The scheme for a weight of K input channels, its group spelt out: the asked size, or the next smaller that
     divides K. ValueError when none does.
     """
-    row = scheme(name)
-    base = re.sub(r"-g\d+$", "", name)
-    if base not in _GROUPED:
+    row, plain = scheme(name), base(name)
+    if plain not in _GROUPED:
         return name
     assert row.group is not None
     sizes = [g for g in GROUPS if g <= row.group and k % g == 0]
     if not sizes:
         tried = ", ".join(str(g) for g in GROUPS if g <= row.group)
         raise ValueError(f"no group size of {name} ({tried}) divides its {k} input channels")
-    return f"{base}-g{sizes[0]}"
+    return f"{plain}-g{sizes[0]}"
 
 
 def quantize_rows(
@@ -269,14 +280,19 @@ def quantize_rows(
     hadamard: int = 1,
     shift: np.ndarray | None = None,
     outliers: np.ndarray | None = None,
+    group: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Codes [.., K] and scales f32 [..] of activations: each row by its own largest magnitude, a zero row by 0, after
-    `shift` [K] was taken from it and it has turned in blocks of `hadamard`.
+    `shift` [K] was taken from it and it has turned in blocks of `hadamard`. With a `group`, so many neighbours
+    have a scale each, [.., K/group], and rows neither turn nor shift.
 
     Behind them, for `outliers` [n], features that are kept to two digits: codes of what rounding took from these, then
     their codes again, which meet the second digit of the weight (Scheme.part).
     """
     x = rotate(x if shift is None else x - shift, hadamard)
+    if group is not None:
+        codes, scale = quantize_rows(x.reshape(*x.shape[:-1], -1, group), dtype)
+        return codes.reshape(x.shape), scale
     limit = np.float32(LIMITS[dtype])
     scale = np.asarray(np.abs(x).max(axis=-1) / limit, np.float32)
     ratio = np.clip(x / _divisor(scale)[..., None], -limit, limit)

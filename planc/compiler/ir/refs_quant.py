@@ -15,7 +15,7 @@ def quantize_rows(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
     """Codes and scales of the rows of x; see planc.compiler.ir.quant.quantize_rows."""
     size = int(attrs.get("hadamard", 1))  # type: ignore[arg-type]
     x, shift, outliers = rounding(args, types)
-    return rounded(x, str(attrs["dtype"]), size, shift, outliers)
+    return rounded(x, str(attrs["dtype"]), size, shift, outliers, attrs.get("group"))  # type: ignore[arg-type]
 
 
 def qembedding(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
@@ -28,8 +28,8 @@ def qembedding(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
 
 def qlinear(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
     given = operands(attrs, args)
-    y = _multiplied(given) @ _weight(attrs, given, operands(attrs, types)).T
-    return (_finished(y, given.row_scales, given.bias),)
+    y = _multiplied(attrs, given) @ _weight(attrs, given, operands(attrs, types)).T
+    return (_finished(y, _scales_left(attrs, given), given.bias),)
 
 
 def qexpert_linear(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
@@ -37,17 +37,27 @@ def qexpert_linear(attrs: Attrs, args: Sequence[Array], types: Types) -> Out:
     given = operands(attrs, args, experts=True)
     assert given.ids is not None
     w = _weight(attrs, given, operands(attrs, types, experts=True))
-    y = choose(_multiplied(given), given.ids, w, None)
-    scales = given.row_scales
+    x = _multiplied(attrs, given)
+    y = choose(x, given.ids, w, None)
+    scales = _scales_left(attrs, given)
     if scales is not None and scales.ndim == 1:
         scales = scales[:, None]
-    bias = None if given.bias is None else choose(np.zeros_like(_multiplied(given)), given.ids, w, given.bias)
+    bias = None if given.bias is None else choose(np.zeros_like(x), given.ids, w, given.bias)
     return (_finished(y, scales, bias),)
 
 
-def _multiplied(given: Operands[Array]) -> Array:
-    """The rows in float64 where they are codes: products of codes are then exact."""
-    return given.x.astype(np.float32 if given.row_scales is None else np.float64)
+def _multiplied(attrs: Attrs, given: Operands[Array]) -> Array:
+    """The rows in float64 where they are codes, whose products are then exact; times their scales by group."""
+    if given.row_scales is None:
+        return given.x.astype(np.float32)
+    group = scheme_of(attrs).rows_group
+    wide = given.x.astype(np.float64)
+    return wide if group is None else wide * np.repeat(given.row_scales, group, axis=-1)
+
+
+def _scales_left(attrs: Attrs, given: Operands[Array]) -> Array | None:
+    """The scales of rows that their products lack."""
+    return None if scheme_of(attrs).by_group else given.row_scales
 
 
 def _weight(attrs: Attrs, given: Operands[Array], types: Operands[TensorType]) -> Array:

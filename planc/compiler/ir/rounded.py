@@ -16,7 +16,7 @@ Types = Sequence[TensorType]
 Infer = Callable[[Attrs, Types], tuple[TensorType, ...]]
 
 FIRST = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "act_mul")  # whose first output is like its input
-ATTRS: Mapping[str, bool] = {"dtype": True, "hadamard": False}  # of quantize_rows
+ATTRS: Mapping[str, bool] = {"dtype": True, "hadamard": False, "group": False}  # of quantize_rows
 
 
 def name(op: str) -> str:

@@ -11,7 +11,7 @@ from onnx import GraphProto, TensorProto, helper
 from planc.compiler.ir.graph import Node
 from planc.compiler.ir.operands import Operands, operands, scheme_of
 from planc.compiler.onnx_export.emitter import Emitter
-from planc.compiler.onnx_export.quantized import gatherable, widened
+from planc.compiler.onnx_export.quantized import gatherable, scaled_rows, widened
 from planc.compiler.onnx_export.structure import known_inside, within
 
 
@@ -30,7 +30,8 @@ class _Call:
 
 def expert_linear(e: Emitter, n: Node) -> Sequence[str]:
     x, ids, w, *bias = n.inputs
-    return (_experts(e, Operands(x, None, ids, (w,), tuple(bias)), lambda e, expert: _plain(e, w, expert)),)
+    given = Operands(x, None, ids, (w,), tuple(bias))
+    return (_experts(e, given, e.wide(x), None, lambda e, expert: _plain(e, w, expert)),)
 
 
 def qexpert_linear(e: Emitter, n: Node) -> Sequence[str]:
@@ -42,7 +43,8 @@ def qexpert_linear(e: Emitter, n: Node) -> Sequence[str]:
     def weight(e: Emitter, expert: str) -> str:
         return widened(e, row, given.parts, lambda name: e.op("Gather", parts[name], expert))
 
-    return (_experts(e, given, weight),)
+    left = None if row.by_group else given.row_scales
+    return (_experts(e, given, scaled_rows(e, row, given.x, given.row_scales), left, weight),)
 
 
 def _plain(e: Emitter, w: str, expert: str) -> str:
@@ -50,8 +52,12 @@ def _plain(e: Emitter, w: str, expert: str) -> str:
     return made if e.type(w).dtype == "f32" else e.cast(made, "f32")
 
 
-def _experts(e: Emitter, given: Operands[str], weight: Callable[[Emitter, str], str]) -> str:
-    """y[t, j] = x[t, (j)] @ w[ids[t, j]].T (+ b): rows go to their experts, and what these make goes to its place."""
+def _experts(
+    e: Emitter, given: Operands[str], wide: str, scales: str | None, weight: Callable[[Emitter, str], str]
+) -> str:
+    """y[t, j] = x[t, (j)] @ w[ids[t, j]].T (+ b): rows go to their experts, and what these make goes to its place.
+    `wide` is x in float32, whose products lack the `scales`.
+    """
     x, ids = given.x, given.ids
     assert ids is not None
     experts, size, width = (int(d) for d in e.type(given.parts[0]).shape)
@@ -61,9 +67,9 @@ def _experts(e: Emitter, given: Operands[str], weight: Callable[[Emitter, str], 
     call = _Call(
         chosen=chosen,
         active=active,
-        rows=e.op("Reshape", e.wide(x), e.ints(-1, width)),
+        rows=e.op("Reshape", wide, e.ints(-1, width)),
         slots=k if len(e.type(x).shape) == 2 else 1,
-        row_scales=e.op("Reshape", e.value(given.row_scales), e.ints(-1)) if given.row_scales else None,
+        row_scales=e.op("Reshape", e.value(scales), e.ints(-1)) if scales else None,
         weight=weight,
         bias=e.wide(given.bias) if given.bias else None,
     )

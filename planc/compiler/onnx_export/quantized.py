@@ -20,6 +20,9 @@ def quantize_rows(e: Emitter, n: Node) -> Sequence[str]:
     """Rows over their largest magnitude, rounded to even, once they have turned; a row of zeros stays."""
     _, shift, outliers = rounding(n.inputs, [e.type(i) for i in n.inputs])
     x, dtype = _turned(e, n, shift), str(n.attr("dtype"))
+    group, shape = int(n.attr("group", 0)), e.type(n.inputs[0]).shape  # type: ignore[arg-type]
+    if group:
+        x = e.op("Reshape", x, e.ints(-1, *map(int, shape[1:-1]), int(shape[-1]) // group, group))
     limit = e.const(float(LIMITS[dtype]))
     scale = e.op("Div", e.op("ReduceMax", e.op("Abs", x), e.ints(-1), keepdims=1), limit)
     safe = e.op("Where", e.op("Equal", scale, e.const(0.0)), e.const(1.0), scale)
@@ -27,6 +30,8 @@ def quantize_rows(e: Emitter, n: Node) -> Sequence[str]:
     codes = e.cast(e.op("Round", ratio) if dtype == "i8" else ratio, dtype)
     if outliers is not None:
         codes = _with_second_digits(e, ratio, codes, e.value(outliers), dtype)
+    if group:
+        codes = e.op("Reshape", codes, e.ints(-1, *map(int, shape[1:])))
     return codes, e.op("Squeeze", scale, e.ints(-1))
 
 
@@ -56,15 +61,25 @@ def qlinear(e: Emitter, n: Node) -> Sequence[str]:
     given = operands(dict(n.attrs), n.inputs)
     row = scheme_of(dict(n.attrs))
     w = e.once(f"{e.value(given.parts[0])}/f32", lambda: widened(e, row, given.parts, e.value))
-    x, shape = e.wide(given.x), e.type(given.x).shape
+    x, shape = scaled_rows(e, row, given.x, given.row_scales), e.type(given.x).shape
     if len(shape) != 2:
         x = e.op("Reshape", x, e.ints(-1, int(shape[-1])))
     y = e.op("Gemm", x, w, transB=1)
     if len(shape) != 2:
         y = e.op("Reshape", y, e.ints(*(d if isinstance(d, int) else -1 for d in n.out.type.shape)))
-    if given.row_scales:
+    if given.row_scales and not row.by_group:
         y = e.op("Mul", y, e.op("Unsqueeze", e.value(given.row_scales), e.ints(-1)))
     return (e.op("Add", y, e.wide(given.bias)) if given.bias else y,)
+
+
+def scaled_rows(e: Emitter, row: Scheme, x: str, scales: str | None) -> str:
+    """The rows of a product in float32, times their scales where these are by group."""
+    wide = e.wide(x)
+    if scales is None or row.rows_group is None:
+        return wide
+    axis = len(e.type(x).shape) - 1
+    each = np.arange(int(e.type(x).shape[-1])) // row.rows_group
+    return e.op("Mul", wide, e.op("Gather", e.value(scales), e.const(each, "i32"), axis=axis))
 
 
 def qembedding(e: Emitter, n: Node) -> Sequence[str]:

@@ -22,6 +22,11 @@ PLANC_INLINE VecI minus_bytes(VecI a, VecI b) { return {_mm512_sub_epi8(a.v, b.v
 // Bytes 0 and 2 of each lane as signed halves; bytes 1 and 3.
 PLANC_INLINE VecI even_bytes(VecI a) { return {_mm512_srai_epi16(_mm512_slli_epi16(a.v, 8), 8)}; }
 PLANC_INLINE VecI odd_bytes(VecI a) { return {_mm512_srai_epi16(a.v, 8)}; }
+// Of each eight bytes first those at even places, then the others.
+PLANC_INLINE VecI bytes_in_turn(VecI a) {
+    const __m512i turn = _mm512_maskz_broadcast_i32x4(0xffff, _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
+    return {_mm512_shuffle_epi8(a.v, turn)};
+}
 
 // sum + a.low * b.low + a.high * b.high over the signed halves of each lane.
 PLANC_INLINE VecI dot_halves(VecI a, VecI b, VecI sum) {
@@ -67,6 +72,11 @@ PLANC_INLINE VecI even_bytes(VecI a) {
     return {_mm256_srai_epi16(_mm256_slli_epi16(a.lo, 8), 8), _mm256_srai_epi16(_mm256_slli_epi16(a.hi, 8), 8)};
 }
 PLANC_INLINE VecI odd_bytes(VecI a) { return {_mm256_srai_epi16(a.lo, 8), _mm256_srai_epi16(a.hi, 8)}; }
+// Of each eight bytes first those at even places, then the others.
+PLANC_INLINE VecI bytes_in_turn(VecI a) {
+    const __m256i turn = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
+    return {_mm256_shuffle_epi8(a.lo, turn), _mm256_shuffle_epi8(a.hi, turn)};
+}
 
 // sum + a.low * b.low + a.high * b.high over the signed halves of each lane.
 PLANC_INLINE VecI dot_halves(VecI a, VecI b, VecI sum) {
@@ -113,6 +123,13 @@ PLANC_INLINE VecI even_bytes(VecI a) {
 PLANC_INLINE VecI odd_bytes(VecI a) {
     PLANC_EACH(i) a.v[i] = (Int4)((Halves)a.v[i] >> 8);
     return a;
+}
+// Of each eight bytes first those at even places, then the others.
+PLANC_INLINE VecI bytes_in_turn(VecI a) {
+    int8_t bytes[4 * LANES], turned[4 * LANES];
+    store_int(bytes, a);
+    for (int i = 0; i < 4 * LANES; ++i) turned[i] = bytes[i / 8 * 8 + i % 4 * 2 + i % 8 / 4];
+    return load_int(turned);
 }
 
 // sum + a.low * b.low + a.high * b.high over the signed halves of each lane.

@@ -53,7 +53,7 @@ class SlotRows {
         return made;
     }
     PLANC_INLINE const X* x(int row) const { return x_ + at(row, Config::X_ROW, Config::X_SLOT); }
-    PLANC_INLINE float scale(int row) const { return scale_[at(row, Config::SCALE_ROW, Config::SCALE_SLOT)]; }
+    PLANC_INLINE float scale(int row, int i = 0) const { return scale_[at(row, Config::SCALE_ROW, Config::SCALE_SLOT) + i]; }
     PLANC_INLINE float* result(int row) const { return y_ + int64_t(slots_[row]) * Config::N; }
 
    private:

@@ -34,6 +34,12 @@ float* thread_floats(size_t count) {
     return memory.data();
 }
 
+template <bool IN_TURN>
+PLANC_INLINE VecI maybe_in_turn(VecI bytes) {
+    if constexpr (IN_TURN) return bytes_in_turn(bytes);
+    return bytes;
+}
+
 // Calls body(i, 4 * LANES elements of x from i on): zeros behind its end.
 template <class X, class Body>
 PLANC_INLINE void for_each_padded(const X* x, int count, Body body) {
@@ -48,8 +54,8 @@ PLANC_INLINE void for_each_padded(const X* x, int count, Body body) {
 }
 }  // namespace detail
 
-// Rows of x that lie LDX elements apart, and rows of y that lie LDY apart.
-template <class Element, int LDX, int LDY>
+// Rows of x that lie LDX elements apart and have SCALES scales each, and rows of y that lie LDY apart.
+template <class Element, int LDX, int LDY, int SCALES = 1>
 class DenseRows {
    public:
     using X = Element;
@@ -64,7 +70,7 @@ class DenseRows {
         return {x(row) + k};
     }
     PLANC_INLINE const X* x(int row) const { return x_ + int64_t(row) * LDX; }
-    PLANC_INLINE float scale(int row) const { return scale_[row]; }
+    PLANC_INLINE float scale(int row, int i = 0) const { return scale_[int64_t(row) * SCALES + i]; }
     PLANC_INLINE float* result(int row) const { return y_ + int64_t(row) * LDY; }
 
    private:
@@ -74,18 +80,20 @@ class DenseRows {
 };
 
 // How rows are kept: as the products of a format take them. PER_FLOAT elements take the place of a float, in SECTIONS;
-// DOTS take those of GROUP elements in STEPS, of which step P finds its own for element k in `at`. MOST_K: the k
-// of a panel. TILE_ROWS: rows in registers. PANEL_FROM: rows from which on unpacking a panel costs less than doing so for
+// DOTS take those of GROUP elements in STEPS, of which step P finds its own for element k in `at`; formats whose lines hold
+// more than GROUP go on counting steps, and find bytes IN_TURN where a line holds eight. Of bytes without a sign the rows are
+// SUMMED: what `put` returns, in units of their zero, is what sums begin with. MOST_K: the k of a panel. TILE_ROWS: rows in registers. PANEL_FROM: rows from which on unpacking a panel costs less than doing so for
 // each tile.
 struct AsTheyLie {  // f32
+    static constexpr bool SUMMED = false;
     static constexpr int MOST_K = 320, TILE_ROWS = 6, PANEL_FROM = 24;
     static constexpr bool DOTS = false;
 };
 
 struct AsFloats {  // f8 widened
     static constexpr int PER_FLOAT = 1, SECTIONS = 1, MOST_K = 320, TILE_ROWS = 6, PANEL_FROM = 24;
-    static constexpr bool DOTS = false;
-    template <int APART>
+    static constexpr bool DOTS = false, SUMMED = false;
+    template <int APART, bool IN_TURN>
     static PLANC_INLINE void put(const F8* codes, int count, float* y) {
         for_each_vec(count, [&](int i, int n) PLANC_INLINED {
             const Vec wide = n == LANES ? load_as_float(codes + i) : load_as_float(codes + i, n);
@@ -96,49 +104,49 @@ struct AsFloats {  // f8 widened
 
 struct AsHalves {  // i8 in pairs of halves: of the codes 4j and 4j + 2, in a section of their own those of the next two
     static constexpr int PER_FLOAT = 4, SECTIONS = 2, GROUP = 4, STEPS = 2, MOST_K = 512, TILE_ROWS = 6, PANEL_FROM = 24;
-    static constexpr bool DOTS = true;
-    template <int APART>
+    static constexpr bool DOTS = true, SUMMED = false;
+    template <int APART, bool IN_TURN>
     static PLANC_INLINE void put(const int8_t* codes, int count, float* y) {
         detail::for_each_padded(codes, count, [&](int i, const int8_t* four) PLANC_INLINED {
-            store_int(y + i / PER_FLOAT, even_bytes(load_int(four)));
-            store_int(y + APART + i / PER_FLOAT, odd_bytes(load_int(four)));
+            const VecI x = detail::maybe_in_turn<IN_TURN>(load_int(four));
+            store_int(y + i / PER_FLOAT, even_bytes(x));
+            store_int(y + APART + i / PER_FLOAT, odd_bytes(x));
         });
     }
     template <int P, int APART>
     static constexpr int at(int k) {
-        return P * APART + k / PER_FLOAT;
+        return P % STEPS * APART + k / PER_FLOAT + P / STEPS;
     }
     static PLANC_INLINE Vec dot(VecI w, VecI x, Vec sum) { return as_float(dot_halves(w, x, as_int(sum))); }
 };
 
-struct AsBytes {  // i8 as it is; the weights have 128 more than they should, which the row's last float takes off again
+struct AsBytes {  // i8 as it is; the weights have more than they should, which what sums begin with takes off again
     static constexpr int PER_FLOAT = 4, SECTIONS = 1, GROUP = 4, STEPS = 1, MOST_K = 2048, PANEL_FROM = 64;
     static constexpr int TILE_ROWS = 4;  // gcc 12 spills sums of more
-    static constexpr bool DOTS = true;
-    template <int APART>
-    static PLANC_INLINE void put(const int8_t* codes, int count, float* y) {
+    static constexpr bool DOTS = true, SUMMED = true;
+    template <int APART, bool IN_TURN>
+    static PLANC_INLINE int32_t put(const int8_t* codes, int count, float* y) {
         Vec total = as_float(splat_int(0));
         detail::for_each_padded(codes, count, [&](int i, const int8_t* four) PLANC_INLINED {
             const VecI x = load_int(four);
-            store_int(y + i / PER_FLOAT, x);
+            store_int(y + i / PER_FLOAT, detail::maybe_in_turn<IN_TURN>(x));
             total = dot_bytes(splat_int(0x01010101), x, total);
         });
-        const int32_t sum = -128 * sum_of_lanes(as_int(total));
-        std::memcpy(y + APART - 1, &sum, sizeof sum);
+        return -sum_of_lanes(as_int(total));
     }
     template <int P, int APART>
     static constexpr int at(int k) {
-        return k / PER_FLOAT;
+        return k / PER_FLOAT + P;
     }
     static PLANC_INLINE Vec dot(VecI w, VecI x, Vec sum) { return dot_bytes(w, x, sum); }
 };
 
 struct AsBf16 {  // f32 rounded, or f8, in pairs of neighbours
     static constexpr int PER_FLOAT = 2, SECTIONS = 1, GROUP = 2, STEPS = 1, MOST_K = 1536, TILE_ROWS = 6, PANEL_FROM = 7;
-    static constexpr bool DOTS = true;
+    static constexpr bool DOTS = true, SUMMED = false;
     static PLANC_INLINE Vec widen(const float* x) { return load(x); }
     static PLANC_INLINE Vec widen(const F8* codes) { return load_as_float(codes) * splat(1.0f / Codes<F8>::UNIT); }
-    template <int APART, class X>
+    template <int APART, bool IN_TURN, class X>
     static PLANC_INLINE void put(const X* x, int count, float* y) {
         detail::for_each_padded(x, count, [&](int i, const X* some) PLANC_INLINED {
             store_int(y + i / PER_FLOAT, bf16_pairs(widen(some), widen(some + LANES)));
@@ -161,14 +169,22 @@ struct AsDigits {
     static constexpr float SECOND = 1.0f / 254.0f;
 };
 
-// WIDTH elements a row, kept in a Form; a panel takes MOST_K of them at most.
-template <class Base, int WIDTH, class Form, int MOST_K>
+// WIDTH elements a row, kept in a Form for a Format; a panel takes MOST_K of them at most.
+template <class Base, int WIDTH, class Form, int MOST_K, class Format>
 class KeptRows : public Base {
+    // k that are summed on their own: those of a scale, or all.
+    static constexpr int SUM_K = Format::SCALE_K ? Format::SCALE_K : WIDTH;
+    static constexpr bool IN_TURN = Format::GROUP == 8;
     // Of a row that was prepared whole, or for one panel, whatever its unit.
     template <bool IN_PANELS>
-    static constexpr int APART = detail::apart(IN_PANELS ? detail::panel_k(WIDTH, MOST_K, detail::PANEL_UNIT) : WIDTH, Form::PER_FLOAT);
+    static constexpr int MOST = IN_PANELS ? detail::panel_k(WIDTH, MOST_K, detail::PANEL_UNIT) : WIDTH;
     template <bool IN_PANELS>
-    static constexpr int STRIDE = APART<IN_PANELS> * Form::SECTIONS;
+    static constexpr int APART = detail::apart(MOST<IN_PANELS>, Form::PER_FLOAT);
+    // What sums begin with lies in a row's last line, and beyond it.
+    template <bool IN_PANELS>
+    static constexpr int SUMS_AT = APART<IN_PANELS> * Form::SECTIONS - LANES;
+    template <bool IN_PANELS>
+    static constexpr int STRIDE = SUMS_AT<IN_PANELS> + (Form::SUMMED ? ((MOST<IN_PANELS> + SUM_K - 1) / SUM_K + LANES - 1) / LANES : 1) * LANES;
 
    public:
     static constexpr bool SCALED = !std::is_same_v<typename Base::X, float>;
@@ -180,7 +196,17 @@ class KeptRows : public Base {
         first_row_ = rows.begin;
         first_k_ = k;
         for (int row = rows.begin; row < rows.end; ++row) {
-            Form::template put<APART<IN_PANELS>>(this->x(row) + k, count, kept_ + int64_t(row - rows.begin) * STRIDE<IN_PANELS>);
+            const auto* const x = this->x(row) + k;
+            float* const to = kept_ + int64_t(row - rows.begin) * STRIDE<IN_PANELS>;
+            if constexpr (Form::SUMMED) {
+                for (int g = 0; g < count; g += SUM_K) {
+                    const int some = std::min(SUM_K, count - g);
+                    const int32_t sum = Format::BYTE_ZERO * Form::template put<APART<IN_PANELS>, IN_TURN>(x + g, some, to + g / Form::PER_FLOAT);
+                    std::memcpy(to + SUMS_AT<IN_PANELS> + g / SUM_K, &sum, sizeof sum);
+                }
+            } else {
+                Form::template put<APART<IN_PANELS>, IN_TURN>(x, count, to);
+            }
         }
     }
 
@@ -195,10 +221,11 @@ class KeptRows : public Base {
         PLANC_INLINE VecI dots(int m, int k) const {
             return as_int(broadcast((*this)(m) + Form::template at<P, APART<IN_PANELS>>(k)));
         }
-        // What integer sums of row m over all k that were prepared begin with.
+        // What integer sums of row m begin with: over all k that were prepared, or those of a scale.
         PLANC_INLINE VecI first(int m) const {
-            if constexpr (!std::is_same_v<Form, AsBytes>) return splat_int(0);
-            return as_int(broadcast(row + m * STRIDE<IN_PANELS> + APART<IN_PANELS> - 1));
+            if constexpr (!Form::SUMMED) return splat_int(0);
+            const int i = Format::SCALE_K ? from / (SUM_K / Form::PER_FLOAT) : 0;
+            return as_int(broadcast(row + m * STRIDE<IN_PANELS> + SUMS_AT<IN_PANELS> + i));
         }
     };
     template <int MR, bool IN_PANELS>
@@ -211,8 +238,8 @@ class KeptRows : public Base {
     int first_row_ = 0, first_k_ = 0;
 };
 
-template <class Base, int WIDTH, int MOST_K>
-class KeptRows<Base, WIDTH, AsTheyLie, MOST_K> : public Base {
+template <class Base, int WIDTH, int MOST_K, class Format>
+class KeptRows<Base, WIDTH, AsTheyLie, MOST_K, Format> : public Base {
    public:
     static constexpr bool SCALED = false;
     explicit KeptRows(Base base) : Base(base) {}

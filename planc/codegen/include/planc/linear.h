@@ -35,10 +35,13 @@ class LinearTiles {
     static constexpr int TILE_ROWS = std::min(detail::tile_rows<Config, Form>(), MAX_TILE_ROWS);
     static constexpr int PANEL_TILE_ROWS = std::min(TILE_ROWS, ACCUMULATORS / PANEL_VECS);
     static constexpr bool BIAS = Config::BIAS;
+    static constexpr bool BY_GROUP = Format::INTEGERS && SCALE_K > 0;  // rows have scales by group, too
+    // Whether zero points are taken off sums, not codes.
+    static constexpr bool ZEROS_LATER = Format::ZEROS && !Format::INTEGERS;
     // Whether the packed lines are a panel already.
     static constexpr bool IN_PLACE = Form::DOTS && Format::LINES_ARE_DOTS && PANEL_VECS * LANES == BLOCK;
     // Floats that a panel keeps of a group of k, where its scales are no f32.
-    static constexpr int WIDENED = SCALE_K == 0 || std::is_same_v<Scale, float> ? 0 : detail::PANEL_COLUMNS * (Format::ZEROS ? 2 : 1);
+    static constexpr int WIDENED = SCALE_K == 0 || std::is_same_v<Scale, float> ? 0 : detail::PANEL_COLUMNS * (ZEROS_LATER ? 2 : 1);
     using PackedSource = detail::Packed<Format>;
     using UnpackedSource = typename detail::PanelOf<Form, PANEL_VECS>::Source;
     using PanelSource = std::conditional_t<IN_PLACE, detail::Packed<Format, false>, UnpackedSource>;
@@ -155,11 +158,17 @@ class LinearTiles {
             add_lines(acc, x, w, count, source);
         } else {
             for (const int end = k + count; k < end; k += SCALE_K, w += SCALE_K / Source::GROUP * Source::STRIDE, widened += PANEL ? WIDENED : 0) {
+                const auto x = rows_.template tile<MR, PANEL>(row, k);
                 Vec part[MR][NV] = {};
                 Source source[NV];
                 PLANC_UNROLL for (int v = 0; v < NV; ++v) take_zeros(source[v], column + v * LANES, k);
-                add_lines(part, rows_.template tile<MR, PANEL>(row, k), w, std::min(SCALE_K, end - k), source);
-                add_scaled<PANEL>(acc, part, column, k, widened);
+                if constexpr (BY_GROUP) {
+                    PLANC_UNROLL for (int m = 0; m < MR; ++m) {
+                        PLANC_UNROLL for (int v = 0; v < NV; ++v) part[m][v] = as_float(x.first(m));
+                    }
+                }
+                add_lines(part, x, w, std::min(SCALE_K, end - k), source);
+                add_scaled<PANEL>(acc, part, row, column, k, widened);
             }
         }
     }
@@ -208,10 +217,16 @@ class LinearTiles {
 
     // acc += part * the scales of k's group.
     template <bool PANEL, int MR, int NV>
-    PLANC_INLINE void add_scaled(Vec (&acc)[MR][NV], const Vec (&part)[MR][NV], int column, int k, const float* widened) const {
+    PLANC_INLINE void add_scaled(Vec (&acc)[MR][NV], const Vec (&part)[MR][NV], int row, int column, int k, const float* widened) const {
         PLANC_UNROLL for (int v = 0; v < NV; ++v) {
             const Vec scale = of_group<PANEL>(widened, v, from_.scale, column + v * LANES, k);
-            PLANC_UNROLL for (int m = 0; m < MR; ++m) acc[m][v] = fma(part[m][v] * splat(Format::UNIT), scale, acc[m][v]);
+            PLANC_UNROLL for (int m = 0; m < MR; ++m) {
+                if constexpr (BY_GROUP) {
+                    acc[m][v] = fma(to_float(as_int(part[m][v])) * scale, splat(rows_.scale(row + m, k / SCALE_K)), acc[m][v]);
+                } else {
+                    acc[m][v] = fma(part[m][v] * splat(Format::UNIT), scale, acc[m][v]);
+                }
+            }
         }
     }
 
@@ -240,7 +255,7 @@ class LinearTiles {
         for (const int end = k + count; k < end; k += SCALE_K + !SCALE_K, to += WIDENED) {
             for (int v = 0; v < PANEL_VECS; ++v) {
                 store(to + v * LANES, of_group(from_.scale, column + v * LANES, k));
-                if constexpr (Format::ZEROS) store(to + PANEL_COLUMNS + v * LANES, of_group(from_.zeros, column + v * LANES, k));
+                if constexpr (ZEROS_LATER) store(to + PANEL_COLUMNS + v * LANES, of_group(from_.zeros, column + v * LANES, k));
             }
         }
     }
@@ -328,7 +343,7 @@ class LinearTiles {
         for (int v = 0; v < PANEL_VECS; ++v) {
             const char* line = w + v * LINE_BYTES;
             PackedSource source;
-            if constexpr (!Form::DOTS) take_zeros(source, column + v * LANES, k);
+            if constexpr (!Form::DOTS || Format::INTEGERS) take_zeros(source, column + v * LANES, k);
             auto to = [&](int step) PLANC_INLINED { return panel + (step * PANEL_VECS + v) * LINE_BYTES; };
             if constexpr (Form::DOTS) {
                 unrolled<Format::GROUP / UnpackedSource::GROUP * Form::STEPS>([&](auto p) PLANC_INLINED {
@@ -368,6 +383,7 @@ class LinearTiles {
 
     // A finished sum times the scales that it lacks: that of its column, that of its row.
     PLANC_INLINE Vec scaled(Vec sum, int row, Vec column_scale) const {
+        if constexpr (BY_GROUP) return sum;
         if constexpr (Format::INTEGERS) sum = to_float(as_int(sum));
         if constexpr (SCALE_K == 0 && Format::SCALED && Rows::SCALED) {
             return sum * splat(DIGITS ? Format::BYTE_UNIT : Format::UNIT) * (splat(rows_.scale(row)) * column_scale);
@@ -415,14 +431,16 @@ class LinearTiles {
 // Config: that of LinearTiles, X_STRIDE (elements between rows of x; y is dense). x and y must not overlap.
 template <class Config>
 class Linear {
-    using Rows = detail::RowsOf<DenseRows<typename Config::Format::X, Config::X_STRIDE, detail::GateOf<Config>::COLUMNS>, Config>;
+    using Format = typename Config::Format;
+    static constexpr int ROW_SCALES = Format::INTEGERS && Format::SCALE_K ? Config::K / (Format::SCALE_K + !Format::SCALE_K) : 1;
+    using Rows = detail::RowsOf<DenseRows<typename Format::X, Config::X_STRIDE, detail::GateOf<Config>::COLUMNS, ROW_SCALES>, Config>;
     using Tiles = LinearTiles<Config, Rows>;
     static constexpr int PANELS = Tiles::PANELS;
 
    public:
-    using X = typename Config::Format::X;
+    using X = typename Format::X;
 
-    // x [rows, K], its scales f32 [rows] where x is codes, y f32 [rows, N], or [rows, N / 2] with a Gate.
+    // x [rows, K], its scales f32 [rows] or [rows, K/SCALE_K] where x is codes, y f32 [rows, N], or [rows, N / 2] with a Gate.
     Linear(const X* x, const float* x_scale, LinearWeights<Config> weights, float* y) : tiles_(Rows({x, x_scale, y}), weights) {}
 
     void run(int rows, int thread, int threads) {

@@ -52,7 +52,7 @@ using FormOf = std::conditional_t<
                                           std::conditional_t<std::is_same_v<typename Format::X, float>, AsTheyLie, AsFloats>>>>;
 template <class Base, class Config, class Format = typename Config::Format, class Form = FormOf<Format>>
 using RowsOf = std::conditional_t<std::is_same_v<Form, AsDigits>, DigitRows<Base, Config::K, Format, most_k<Config, Form>()>,
-                                  KeptRows<Base, Config::K, Form, most_k<Config, Form>()>>;
+                                  KeptRows<Base, Config::K, Form, most_k<Config, Form>(), Format>>;
 
 // Elements of scales and zero points: f32, or what a Config says.
 template <class Config>

@@ -1,4 +1,4 @@
-// codes[r] = round(x[r] / scale[r]), scale[r] = amax(|x[r]|) / LIMIT: rows of activations in 8 bits.
+// codes[r] = round(x[r] / scale[r]), scale[r] = amax(|x[r]|) / LIMIT: rows of activations in 8 bits, or groups of each row.
 #pragma once
 #include "planc/hadamard.h"
 #include "planc/narrow.h"
@@ -6,9 +6,19 @@
 
 namespace planc {
 
+namespace detail {
+// How many features share a scale.
+template <class Config>
+constexpr int features_a_scale() {
+    if constexpr (requires { Config::GROUP; }) return Config::GROUP;
+    return Config::WIDTH;
+}
+}  // namespace detail
+
 // Config: WIDTH (of the last axis), Element (int8_t or F8); SHIFT, whether a vector is taken from each row; and where rows
 // turn before they are rounded: HADAMARD (the size of a block, else 1), SCALE and WORD (the blocks' signs); OUTLIERS, how
-// many features have a second digit, else 0. Codes and scales are dense.
+// many features have a second digit, else 0; maybe GROUP, which divides WIDTH: so many features share a scale, not a row's.
+// Codes and scales are dense.
 template <class Config>
 struct Rounding {
     static constexpr int WIDTH = Config::WIDTH, CODES = WIDTH + 2 * Config::OUTLIERS;
@@ -27,9 +37,11 @@ struct Rounding {
         } else if constexpr (Config::SHIFT) {
             for_each_vec(WIDTH, [&](int i, int n) PLANC_INLINED { store_lanes(own + i, load_lanes(x + i, n) - load_lanes(shift + i, n), n); });
         }
-        const float scale = narrow<WIDTH>(AS_IT_IS ? x : own, to, 1);
-        if constexpr (Config::OUTLIERS > 0) second_digits<WIDTH, Config::OUTLIERS>(AS_IT_IS ? x : own, scale, outliers, to);
-        scales[row] = scale;
+        constexpr int GROUP = detail::features_a_scale<Config>(), SCALES = WIDTH / GROUP;
+        static_assert(WIDTH % GROUP == 0 && (SCALES == 1 || Config::OUTLIERS == 0));
+        const float* const from = AS_IT_IS ? x : own;
+        for (int i = 0; i < SCALES; ++i) scales[row * SCALES + i] = narrow<GROUP>(from + i * GROUP, to + i * GROUP, 1);
+        if constexpr (Config::OUTLIERS > 0) second_digits<WIDTH, Config::OUTLIERS>(from, scales[row], outliers, to);
     }
 };
 

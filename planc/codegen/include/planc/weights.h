@@ -21,8 +21,9 @@ PLANC_INLINE float f8_to_float(F8 code) {
 // or one for each SCALE_K of its k where that is not 0. Those with ZEROS have as many zero points. X is what they multiply.
 // BY_VECTOR: the k of a line share work, and GROUP divides K. Where several k are multiplied at once, dots<P> gives those of
 // step P: pairs of bf16, or pairs of halves or bytes without a sign for codes that are multiplied as integers; lines may be
-// that as they are (LINES_ARE_DOTS). Codes that multiply codes are INTEGERS, those that can multiply DIGITS of a number
-// (BYTE_DOTS) are whole numbers, BYTE_ZERO more than they should be, where ZEROS do not say so, in units of BYTE_UNIT.
+// that as they are (LINES_ARE_DOTS). Codes that multiply codes are INTEGERS, whose rows have a scale for each SCALE_K of
+// theirs, too; those that can multiply DIGITS of a number (BYTE_DOTS) are whole numbers. Bytes are BYTE_ZERO more than they
+// should be, where ZEROS do not say so, in units of BYTE_UNIT.
 struct Plain {
     using X = float;
     static constexpr bool SCALED = false, ZEROS = false, INTEGERS = false, DIGITS = false, BY_VECTOR = false, LINES_ARE_DOTS = false;
@@ -178,6 +179,30 @@ struct ZerosU4 : detail::U4LessZeros<SCALES> {
     PLANC_INLINE Vec unpack(const char* line) const {
         return to_float(byte_at_top<I / 2>(minus_bytes(Base::template codes<I>(line), zeros_)));
     }
+
+   private:
+    VecI zeros_;
+};
+
+// The same, to be multiplied with i8.
+template <int SCALES>
+struct DotsU4 : detail::PackedU4<SCALES> {
+    using Base = detail::PackedU4<SCALES>;
+    using X = int8_t;
+    static constexpr bool ZEROS = true, INTEGERS = true, DIGITS = false;
+    static constexpr int BYTE_ZERO = 15;  // what a code less its zero point may lack to be none below 0
+
+    PLANC_INLINE void take_zeros(Vec z) {
+        const VecI byte = (to_int(z) - splat_int(BYTE_DOTS ? BYTE_ZERO : 0)) & splat_int(0xff), two = byte | shift_left<8>(byte);
+        zeros_ = two | shift_left<16>(two);
+    }
+    template <int P>
+    PLANC_INLINE VecI dots(const char* line) const {
+        if constexpr (BYTE_DOTS) return minus_bytes(Base::template codes<P>(line), zeros_);
+        const VecI bytes = minus_bytes(Base::template codes<P / 2>(line), zeros_);
+        return P % 2 ? odd_bytes(bytes) : even_bytes(bytes);
+    }
+    static PLANC_INLINE float at(const char* row, int k) { return float(Base::code(row, k)); }
 
    private:
     VecI zeros_;
