@@ -24,6 +24,10 @@ QUANTIZED = {
     "q4_1": (f32("T", 64), tensor("u4", 100, 64, layout="n64k8"), f32(2, 100), f32(2, 100)),
     "q6_k": (f32("T", 64), tensor("i8", 100, 64, layout="n64u4"), f32(4, 100)),
     "awq-g64": (f32("T", 64), tensor("u4", 100, 64, layout="n64k8"), *(tensor("bf16", 1, 100),) * 2),
+    "int4-g64": (
+        *(tensor("i8", "T", 64), f32("T", 1)),
+        *(tensor("u4", 100, 64, layout="n64k8"), *(tensor("bf16", 1, 100),) * 2),
+    ),
     "mxfp4": (f32("T", 64), tensor("u4", 100, 64, layout="n64k8"), f32(2, 100)),
 }
 CASES = [

@@ -45,6 +45,7 @@ def test_auto_is_bf16_for_a_plain_checkpoint() -> None:
         ("fp8", "fp8", "bf16", "bf16", "bf16"),
         ("awq", "awq-g128", "int8-wo", "bf16", "bf16"),
         ("int4-wo-g32", "int4-wo-g32", "int8-wo", "bf16", "bf16"),
+        ("int4-g64", "int4-g64", "int8", "bf16", "bf16"),
     ],
 )
 def test_what_decides_the_result_keeps_more_bits(

@@ -18,7 +18,7 @@ def test_logits_equal_transformers(plan, model, arch: str) -> None:
     assert result.tokens[0] == want.argmax(-1).tolist()
 
 
-BOUNDS = {"bf16": 0.05, "int8-wo": 0.05, "int8": 0.06, "fp8": 0.2, "awq-g32": 0.4, "int4-wo-g32": 0.4}
+BOUNDS = {"bf16": 0.05, "int8-wo": 0.05, "int8": 0.06, "fp8": 0.2, "awq-g32": 0.4, "int4-g32": 0.4, "int4-wo-g32": 0.4}
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)

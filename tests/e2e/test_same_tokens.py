@@ -20,6 +20,7 @@ CASES = [  # architecture, dtype, cache: one of each kind, and more in the night
     ("llama", "int8"),
     ("llama", "fp8"),
     ("llama", "awq-g32"),
+    ("llama", "int4-g32"),
     ("mistral", "f32"),  # sliding
     ("gpt_neox", "f32"),  # parallel residual
     ("mixtral", "bf16"),  # experts

@@ -22,6 +22,7 @@ def weight(dtype: str, *shape: int):
     return tensor(dtype, *shape, layout=PACKED_FOR[dtype])
 
 
+SCALES = tensor("bf16", 9, N)
 DEFAULTS = [
     case("linear", f32("T", K), weight("f32", N, K)),
     case("linear", f32("T", K), weight("bf16", N, K)),
@@ -29,6 +30,7 @@ DEFAULTS = [
     case("qlinear", tensor("i8", "T", K), f32("T"), weight("i8", N, K), f32(N), scheme="int8"),
     case("qlinear", tensor("f8e4m3", "T", K), f32("T"), weight("f8e4m3", N, K), f32(N), scheme="fp8"),
     case("qlinear", f32("T", 1152), weight("u4", N, 1152), f32(9, N), f32(9, N), scheme="awq"),
+    case("qlinear", tensor("i8", "T", 1152), f32("T", 9), weight("u4", N, 1152), SCALES, SCALES, scheme="int4"),
     case("expert_linear", f32("T", K), i32("T", 1), weight("f32", 2, N, K)),
 ]
 

@@ -39,6 +39,7 @@ GATED = {
     "fp8-block, k cut": coded("fp8-block", 1664, "silu", half=64),
     "int4-wo-g64": coded("int4-wo-g64", 576, "silu"),
     "awq-g32, k cut": coded("awq-g32", 2112, "silu", half=64, bias=True),
+    "int4-g64": coded("int4-g64", 192, "silu", half=64, bias=True),
     "mxfp4": coded("mxfp4", 96, "relu2"),
     "q4_1": coded("q4_1", 192, "silu", half=64),
     "q8_0, k cut": coded("q8_0", 2112, "silu", half=64, bias=True),

@@ -14,6 +14,7 @@ BOTH = [
     case("add_rms_norm_quantize", WIDE, ROWS, ROW, ROW, eps=1e-5, shift=True, hadamard=2, **I8),
     case("add_layer_norm_quantize", ROWS, ROWS, ROW, ROW, i32(3), eps=1e-5, shift=True, **F8),
     case("act_mul_quantize", f32("T", 70, layout="strides:140"), f32("T", 70), act="silu", **I8),
+    case("add_rms_norm_quantize", f32("T", 192), f32("T", 192), f32(192), eps=1e-5, group=64, **I8),
     case("act_mul_quantize", WIDE, WIDE, ROW, act="gelu_tanh", shift=True, **F8),
 ]
 

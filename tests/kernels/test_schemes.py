@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from planc.codegen.target import parse
-from planc.compiler.ir.operands import operands
+from planc.compiler.ir.operands import operands, scales_type
 from planc.compiler.ir.ops import OPS
 from planc.compiler.ir.quant import scheme
 from planc.compiler.ir.types import DTYPES, PACKED_FOR, TensorType
@@ -22,9 +22,9 @@ def parts(name: str, *shape: int, layout: str | None = None, held: bool = False)
 
 
 def rows_types(name: str, *shape: int | str, layout: str = "row") -> list[TensorType]:
-    act = scheme(name).act
-    x = tensor(act or "f32", *shape, layout=layout)
-    return [x, f32(*shape[:-1])] if act else [x]
+    row = scheme(name)
+    x = tensor(row.act or "f32", *shape, layout=layout)
+    return [x, scales_type(x, row.rows_group)] if row.act else [x]
 
 
 def linear(
@@ -58,6 +58,8 @@ LINEAR = {
     "awq": linear("awq", 96, 384, x="strides:400"),
     "awq-g64, scales of a checkpoint": linear("awq-g64", 130, 576, held=True),
     "int4-wo-g32, scales of a checkpoint": linear("int4-wo-g32", 65, 2112, held=True),
+    "int4-g32": linear("int4-g32", 65, 2112, bias=True, x="strides:2176"),
+    "int4": linear("int4", 130, 2304),
     "mxfp4": linear("mxfp4", 65, 96),
     "q4_1": linear("q4_1", 130, 576, bias=True),
     "q8_0": linear("q8_0", 65, 608, x="strides:640"),
@@ -67,12 +69,16 @@ EXPERTS = {
     "experts, int8": experts("int8", 4, 70, 37, 2, bias=True, apart=True),
     "experts, fp8-block": experts("fp8-block", 3, 65, 200, 2),
     "experts, awq-g32": experts("awq-g32", 5, 130, 64, 2),
+    "experts, int4-g32": experts("int4-g32", 3, 65, 96, 2, apart=True),
     "experts, mxfp4": experts("mxfp4", 4, 65, 96, 3, bias=True),
     "experts, q4_1": experts("q4_1", 3, 65, 96, 2),
     "experts, q8_0": experts("q8_0", 3, 70, 64, 2, bias=True),
 }
 EMBEDDINGS = {
-    **{f"embedding, {n}": embedding(n) for n in ("int8", "fp8", "fp8-block", "int4-wo-g32", "awq-g32", "mxfp4")},
+    **{
+        f"embedding, {n}": embedding(n)
+        for n in ("int8", "fp8", "fp8-block", "int4-wo-g32", "awq-g32", "int4-g32", "mxfp4")
+    },
     **{f"embedding, {n}": embedding(n) for n in ("q4_1", "q8_0", "q6_k")},
     **{f"embedding, {n}, row-major": embedding(n, "row") for n in ("fp8", "fp8-block", "q8_0")},
 }

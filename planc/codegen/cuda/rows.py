@@ -397,7 +397,7 @@ def _topk_fits(site: Site) -> bool:
 
 
 def _codes_fit(site: Site) -> bool:
-    fits = _floats_fit_first(site, 1) and _width(site) <= _WHOLE
+    fits = _floats_fit_first(site, 1) and _width(site) <= _WHOLE and not site.number("group", 0)
     return fits and (site.node.attr("dtype") == "i8" or site.arch not in _NO_FP8)
 
 

@@ -284,7 +284,7 @@ def quantize_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Codes [.., K] and scales f32 [..] of activations: each row by its own largest magnitude, a zero row by 0, after
     `shift` [K] was taken from it and it has turned in blocks of `hadamard`. With a `group`, so many neighbours
-    have a scale each, [.., K/group], and rows neither turn nor shift.
+    have a scale each, [.., K/group].
 
     Behind them, for `outliers` [n], features that are kept to two digits: codes of what rounding took from these, then
     their codes again, which meet the second digit of the weight (Scheme.part).

@@ -83,12 +83,13 @@ def rounded(
     row = scheme(name)
     size = block(w.shape[1]) if row.turns else 1
     if row.act:
-        codes, scale = quantize_rows(x, row.act, size, shift, outliers)
-        x = codes * scale[:, None]
+        codes, scale = quantize_rows(x, row.act, size, shift, outliers, row.rows_group)
+        x = codes * (scale[:, None] if row.rows_group is None else np.repeat(scale, row.rows_group, axis=1))
     return np.asarray(x @ row.dequantize(*(row.part(w, p, clip, size, outliers) for p in row.parts)).T)
 
 
 CASES = [("llama", "awq-g32"), ("gemma3_text", "awq-g32"), ("qwen2", "int8"), ("llama", "fp8"), ("gpt2", "fp8-block")]
+CASES += [("llama", "int4-g32")]
 
 
 @pytest.mark.parametrize(("arch", "name"), CASES)
@@ -98,7 +99,7 @@ def test_products_lose_less_and_choices_are_the_same_again(arch: str, name: str,
     found = calibrated(model, given)
     assert found.products == 8
     assert bool(found.choices.scales) == (not name.startswith("fp8"))
-    assert bool(found.choices.clips) == (name.startswith("awq") or name == "fp8")
+    assert bool(found.choices.clips) == (name.startswith(("awq", "int4")) or name == "fp8")
     assert bool(found.choices.shifts) == name.startswith("fp8")
     assert bool(found.choices.offsets) == (name != "int8")
     before, after = errors(model, given, Choices()), errors(model, given, found.choices)

@@ -221,19 +221,20 @@ def made(row: Scheme, w: np.ndarray) -> tuple[np.ndarray, ...]:
 
 def rows(row: Scheme, x: np.ndarray) -> tuple[np.ndarray, ...]:
     """What the scheme multiplies in the place of x."""
-    return quantize_rows(x, row.act) if row.act else (x,)
+    return quantize_rows(x, row.act, group=row.rows_group) if row.act else (x,)
 
 
 def _quantized(ids: np.ndarray) -> Iterator[Sample]:
     for dtype in ("i8", "f8e4m3"):
         yield Sample("quantize_rows", (normal(5, 9),), {"dtype": dtype}, (True,))
         yield Sample("quantize_rows", (normal(5, 2, 9),), {"dtype": dtype}, (True,))
+    yield Sample("quantize_rows", (normal(5, 2, 12),), {"dtype": "i8", "group": 4}, (True,))
     outliers = np.array([1, 4, 8], np.int32)
     yield Sample("quantize_rows", (normal(5, 9), outliers), {"dtype": "f8e4m3"}, (True, False))
     yield Sample("quantize_rows", (normal(5, 2, 9), normal(9), outliers), {"dtype": "f8e4m3"}, (True, False, False))
     yield from _made_and_rounded(outliers)
     for row in SCHEMES.values():
-        k = 192
+        k = 256 if row.by_group else 192  # rows have whole groups
         parts, lead = made(row, normal(70, k)), 2 if row.act else 1
         attrs: dict[str, Attr] = {"scheme": row.name}
         yield Sample("qlinear", (*rows(row, normal(5, k)), *parts), attrs, (True,) * lead)

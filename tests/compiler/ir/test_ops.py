@@ -171,8 +171,11 @@ def _dequantized(s, q, scale, z=None):
     return torch.cat([(g - zero[..., i, :, None]) * scale[..., i, :, None] for i, g in enumerate(groups)], dim=-1)
 
 
-def _rounded(x, dtype, *rest):
+def _rounded(x, dtype, *rest, group=None):
     """Codes and scales of the rows less a shift, as torch rounds; behind the codes the second digits of outliers."""
+    if group is not None:
+        codes, scale = _rounded(x.unflatten(-1, (-1, group)), dtype)
+        return codes.flatten(-2), scale
     outliers = [i for i in rest if not i.is_floating_point()]
     x = x.float() - sum(i.float() for i in rest if i.is_floating_point())
     limit = {"i8": 127.0, "f8e4m3": 448.0}[dtype]
@@ -197,7 +200,8 @@ def _quantized(s, x, *rest):
     """qlinear and qexpert_linear: rows times their scales, and a weight of floats."""
     row, rest = SCHEMES[s.attrs["scheme"]], list(rest)
     if row.act:
-        x = x * rest.pop(0)[..., None]
+        scales = rest.pop(0)
+        x = x * (scales.repeat_interleave(row.group, -1) if row.by_group else scales[..., None])
     ids = [rest.pop(0)] if s.op == "qexpert_linear" else []
     w = _dequantized(s, *rest[: len(row.parts)])
     bias = rest[len(row.parts) :]
@@ -225,7 +229,7 @@ SPECIAL = {
     "scatter": _scatter,
     "expert_linear": _experts,
     "qexpert_linear": _quantized,
-    "quantize_rows": lambda s, x, *rest: _rounded(x, s.attrs["dtype"], *rest),
+    "quantize_rows": lambda s, x, *rest: _rounded(x, s.attrs["dtype"], *rest, group=s.attrs.get("group")),
     "fused": _fused,
     "all_reduce": lambda s, *xs: sum(xs),
     "all_gather": lambda s, *xs: torch.cat([*xs[:-1], xs[-1][..., 1:]], -1),  # the last two share a column
