@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -41,6 +41,7 @@ class Program:
     logits_offset: int
     limits: Mapping[str, int]
     ranks: int = 1
+    best: Kernel | None = None  # of the last launch: chooses the best of each row where nothing else is wanted of it
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -61,6 +62,7 @@ class Program:
     def sources(self) -> Mapping[str, str]:
         """File name -> C++ source: one file a kernel, what chooses tokens, and `step.cpp`."""
         files = {f"{k.name}.cpp": kernel_source(k) for k in self.kernels}
+        files |= {f"{self.best.name}.cpp": kernel_source(self.best)} if self.best else {}
         return files | {"choose_rows.cpp": render("choose_rows.cpp.jinja", {}), "step.cpp": self._step()}
 
     def _step(self) -> str:
@@ -71,6 +73,7 @@ class Program:
             "max_buffers": max(len(launch.buffers) for launch in self.launches),
             "limits": self.limits,
             "ranks": self.ranks,
+            "best": self.best.name if self.best else "",
         }
         return render("step.cpp.jinja", variables)
 
@@ -93,7 +96,15 @@ def program(
     if address is None:
         raise PlancError(f"%{graph.outputs[0]} has no address; run the memory pass first")
     ranks = next((int(n.attr("ranks")) for n in nodes if OPS[n.op].collective), 1)  # type: ignore[arg-type]
-    return Program(target, launches, weights, address, dict(limits), ranks)
+    best = best_of(launches[-1].kernel) if nodes[-1] is logits else None
+    return Program(target, launches, weights, address, dict(limits), ranks, best)
+
+
+def best_of(head: Kernel) -> Kernel | None:
+    """What chooses the best column of what a linear layer would make."""
+    if head.template != "linear.cpp.jinja" or head.design.variables["gated"]:
+        return None
+    return replace(head, name=f"{head.name}_best", template="linear_best.cpp.jinja")
 
 
 def _refs(graph: Graph, weights: tuple[str, ...]) -> dict[str, tuple[str, int]]:

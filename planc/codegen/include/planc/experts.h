@@ -44,6 +44,7 @@ class SlotRows {
 
    public:
     using X = typename Config::Format::X;
+    static constexpr bool BEST = false;
     SlotRows(const X* x, const float* scale, float* y, const int32_t* slots) : x_(x), scale_(scale), y_(y), slots_(slots) {}
 
     template <int MR>

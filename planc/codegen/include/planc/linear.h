@@ -52,6 +52,8 @@ class LinearTiles {
     static constexpr int HALF_BLOCKS = (COLUMNS + 31) / 32;  // a finer share than whole blocks, and still two lines long
     static constexpr int PANEL_FROM = detail::panel_from<Config, Form>();
     static constexpr int CHUNK_ROWS = detail::chunk_rows<Config>();
+    // Rows whose sums need not wait anywhere for another k, at most.
+    static constexpr int WHOLE_ROWS = K <= PANEL_K ? CHUNK_ROWS : PANEL_FROM - 1;
 
     LinearTiles(Rows rows, LinearWeights<Config> weights) : rows_(rows), from_(weights) {}
 
@@ -311,7 +313,11 @@ class LinearTiles {
     // Finished columns: to y, where a Gate has both that it joins.
     template <int MR, int NV>
     PLANC_INLINE void put(Vec (&acc)[MR][NV], int row, int column, const Sums& sums) const {
-        if (!GATED || column < COLUMNS) {
+        if constexpr (Rows::BEST) {
+            PLANC_UNROLL for (int m = 0; m < MR; ++m) {
+                PLANC_UNROLL for (int v = 0; v < NV; ++v) rows_.see(row + m, column + v * LANES, acc[m][v], COLUMNS - column - v * LANES);
+            }
+        } else if (!GATED || column < COLUMNS) {
             keep(acc, row, column, sums);
         } else if constexpr (GATED) {
             each_sum<MR, NV>(sums, row, column - COLUMNS, [&](float* gate, int m, int v) PLANC_INLINED {
@@ -433,13 +439,17 @@ template <class Config>
 class Linear {
     using Format = typename Config::Format;
     static constexpr int ROW_SCALES = Format::INTEGERS && Format::SCALE_K ? Config::K / (Format::SCALE_K + !Format::SCALE_K) : 1;
-    using Rows = detail::RowsOf<DenseRows<typename Format::X, Config::X_STRIDE, detail::GateOf<Config>::COLUMNS, ROW_SCALES>, Config>;
+
+   public:
+    using X = typename Format::X;
+    using Dense = DenseRows<X, Config::X_STRIDE, detail::GateOf<Config>::COLUMNS, ROW_SCALES>;
+
+   private:
+    using Rows = detail::RowsOf<Dense, Config>;
     using Tiles = LinearTiles<Config, Rows>;
     static constexpr int PANELS = Tiles::PANELS;
 
    public:
-    using X = typename Format::X;
-
     // x [rows, K], its scales f32 [rows] or [rows, K/SCALE_K] where x is codes, y f32 [rows, N], or [rows, N / 2] with a Gate.
     Linear(const X* x, const float* x_scale, LinearWeights<Config> weights, float* y) : tiles_(Rows({x, x_scale, y}), weights) {}
 

@@ -3,37 +3,14 @@
 // A row is one thread's alone and its sums have one order, so its token is a matter of the row and its record.
 #pragma once
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <vector>
 
-#include "planc/abi.h"
+#include "planc/record.h"
 #include "planc/share.h"
 #include "planc/vecmath.h"
 
 namespace planc {
-
-// Places of a record's words; plans/sampling.py has the same.
-struct Record {
-    enum Place { KIND, SEQUENCE, LENGTH, PROMPT, EDITS, TOP_K, REPETITION, PRESENCE, FREQUENCY, TEMPERATURE, MIN_P };
-    enum WidePlace { TOP_P = 12, UNIFORM = 14, LIST = 16, WORDS = 64 };
-    enum Kind : int32_t { HOST, GREEDY, DRAWN };
-
-    const int32_t* words;
-
-    int32_t operator[](int place) const { return words[place]; }
-    float real(int place) const {
-        float value;
-        std::memcpy(&value, words + place, sizeof value);
-        return value;
-    }
-    // A share of 2^64, low word first.
-    double share(int place) const {
-        uint64_t value;
-        std::memcpy(&value, words + place, sizeof value);
-        return std::ldexp(double(value), -64);
-    }
-};
 
 namespace detail {
 constexpr int LOGIT_BLOCK = 128;       // logits whose best and whose sum are kept

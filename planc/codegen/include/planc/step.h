@@ -72,11 +72,18 @@ class Program {
         pool_.run([](void* self, int thread) noexcept { static_cast<Program*>(self)->run(thread); }, this);
     }
 
+    // A step whose last launch is `last`, which chooses the tokens instead of writing logits.
+    void best_step(const planc_batch& batch, const planc_choice& choice, planc_kernel last) noexcept {
+        remember(batch, choice);
+        last_ = last;
+        chosen_ = choice.chosen;
+        step(batch);
+        last_ = nullptr;
+    }
+
     // Chooses the tokens of a step that has run, by `rows`, which takes a thread's share of them.
     void choose(const planc_batch& batch, const planc_choice& choice, planc_chooser rows) noexcept {
-        for (int t = 0; t < batch.num_tokens; ++t) {
-            if (batch.slots[t] >= 0) choice.history[batch.slots[t]] = batch.ids[t];
-        }
+        remember(batch, choice);
         if (batch.num_rows == 0) return;
         struct Job {
             const planc_batch& batch;
@@ -98,6 +105,12 @@ class Program {
     using Clock = std::chrono::steady_clock;
     static constexpr int64_t SCRATCH_BYTES = 64 << 20;  // of addresses: pages that no kernel touches cost nothing
 
+    static void remember(const planc_batch& batch, const planc_choice& choice) noexcept {
+        for (int t = 0; t < batch.num_tokens; ++t) {
+            if (batch.slots[t] >= 0) choice.history[batch.slots[t]] = batch.ids[t];
+        }
+    }
+
     void run(int thread) noexcept {
         if (nanoseconds_) pool_.barrier().wait();  // threads that wake up are no kernel's time
         int64_t* const took = thread == 0 ? nanoseconds_ : nullptr;
@@ -110,7 +123,9 @@ class Program {
             for (int i = 0; i < launch->count; ++i) {
                 buffers[i] = bases_[size_t(launch->buffers[i].base)] + launch->buffers[i].offset;
             }
-            launch->kernel(buffers, &sizes_, rows, thread, pool_.size());
+            const bool chooses = last_ && launch + 1 == end_;
+            if (chooses) buffers[launch->count - 1] = chosen_;
+            (chooses ? last_ : launch->kernel)(buffers, &sizes_, rows, thread, pool_.size());
             pool_.barrier().wait();
             if (took) {
                 const auto now = Clock::now();
@@ -130,6 +145,8 @@ class Program {
     planc_sizes sizes_ = {};
     std::unique_ptr<char, decltype(&std::free)> scratch_;
     int64_t* nanoseconds_ = nullptr;
+    planc_kernel last_ = nullptr;
+    int32_t* chosen_ = nullptr;
     Group group_;
     Pool pool_;
 };
