@@ -51,20 +51,43 @@ class SamplingExecutor(Protocol):
         ...
 
 
+_PLACES = (sampling.SEQUENCE, sampling.LENGTH, sampling.PROMPT)
+
+
+def _best(seq: Stream) -> bool:
+    """Whether a sequence wants its best token, and nothing changes or reports its logits."""
+    p = seq.params
+    plain = p.repetition_penalty == 1.0 and p.presence_penalty == 0.0 and p.frequency_penalty == 0.0
+    free = not p.logit_bias and p.allowed_token_ids is None and seq.output_len >= p.min_tokens
+    return p.greedy and plain and free and p.logprobs is None and p.prompt_logprobs is None
+
+
 class Recorder:
     """Fills the records of a step, in memory that is used again."""
 
     def __init__(self, max_rows: int, eos_token_ids: Collection[int]) -> None:
         self._records = np.zeros((max_rows, sampling.RECORD), np.int32)
         self._eos_token_ids = eos_token_ids
+        self._best = np.zeros(sampling.RECORD, np.int32)
+        self._best[sampling.KIND] = sampling.GREEDY
+        self._best.view(np.float32)[sampling.REPETITION] = 1.0
 
     def fill(self, chunks: Sequence[Chunk]) -> Int32:
         """A record for each row of the chunks [R, RECORD]; the next call overwrites it."""
         rows = 0
+        best: list[tuple[int, int, int, int]] = []  # rows that want the best token, which are written together
         for number, chunk in enumerate(chunks):
             for _ in range(chunk.rows):
-                write(self._records[rows], chunk.seq, number, self._eos_token_ids)
+                if _best(chunk.seq):
+                    best.append((rows, number, len(chunk.seq.tokens), chunk.seq.prompt_len))
+                else:
+                    write(self._records[rows], chunk.seq, number, self._eos_token_ids)
                 rows += 1
+        if best:
+            at, *values = np.array(best, np.int32).T
+            self._records[at] = self._best
+            for place, value in zip(_PLACES, values, strict=True):
+                self._records[at, place] = value
         return self._records[:rows]
 
 

@@ -23,23 +23,19 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, start + count) of `seq`, to be run in the next step."""
+    """Tokens [start, start + count) of `seq`, to be run in the next step. The last `rows` of them want logits: one when
+    it reaches the last known token, or none; all from `seq.wanted` on when the prompt is scored.
+    """
 
     seq: Sequence
     start: int
     count: int
+    rows: int
 
     @property
     def end(self) -> int:
         """One past the last token of the chunk."""
         return self.start + self.count
-
-    @property
-    def rows(self) -> int:
-        """How many of the chunk's last tokens want logits: one when it reaches the last known token, or none; all from
-        `seq.wanted` on when the prompt is scored.
-        """
-        return max(0, self.end - max(self.start, self.seq.wanted))
 
 
 class Scheduler:
@@ -98,12 +94,13 @@ class Scheduler:
             for seq in tuple(self.running):
                 if seq.status is not Status.RUNNING or (seq.pending == 1) is not decode:
                     continue
-                if _room(seq, budget, rows) and self._extend(seq):
-                    chunks.append(self._chunk(seq, _room(seq, budget, rows)))
-                    budget, rows = budget - chunks[-1].count, rows - chunks[-1].rows
+                count = _room(seq, budget, rows)
+                if count and self._extend(seq):
+                    chunks.append(chunk := self._chunk(seq, count))
+                    budget, rows = budget - count, rows - chunk.rows
         while budget > 0 and rows > 0 and (newcomer := self._admit()):
-            chunks.append(self._chunk(newcomer, _room(newcomer, budget, rows)))
-            budget, rows = budget - chunks[-1].count, rows - chunks[-1].rows
+            chunks.append(chunk := self._chunk(newcomer, _room(newcomer, budget, rows)))
+            budget, rows = budget - chunk.count, rows - chunk.rows
         return chunks
 
     def advance(self, chunk: Chunk) -> None:
@@ -151,7 +148,8 @@ class Scheduler:
             self.preempt(newest)
             if newest is seq:
                 return False
-        seq.pages.extend(self.pool.allocate(missing))
+        if missing:
+            seq.pages.extend(self.pool.allocate(missing))
         return True
 
     def _admit(self) -> Sequence | None:
@@ -190,13 +188,14 @@ class Scheduler:
         return self.pool.match(seq.digests[:full])
 
     def _chunk(self, seq: Sequence, count: int) -> Chunk:
-        chunk = Chunk(seq, seq.computed, count)
+        start, end = seq.computed, seq.computed + count
         if self.prefix_caching:
-            full = chunk.end // self.pool.block_size
-            self._digest(seq, full)
-            for block in range(chunk.start // self.pool.block_size, full):
+            first, full = start // self.pool.block_size, end // self.pool.block_size
+            if first < full:
+                self._digest(seq, full)
+            for block in range(first, full):
                 self.pool.register(seq.pages[block], seq.digests[block])
-        return chunk
+        return Chunk(seq, start, count, max(0, end - max(start, seq.wanted)))
 
     def _digest(self, seq: Sequence, blocks: int) -> None:
         """Fill seq.digests up to `blocks` full blocks."""

@@ -9,10 +9,10 @@ import pytest
 
 from planc.codegen.cuda.aot import KERNELS
 from planc.plans import sampling
-from planc.runtime.choice import Choice, SamplingExecutor, chosen, token_of, write
+from planc.runtime.choice import Choice, Recorder, SamplingExecutor, chosen, token_of, write
 from planc.runtime.engine import Engine
 from planc.runtime.sampler import uniform
-from planc.runtime.scheduler import SchedulerLimits
+from planc.runtime.scheduler import Chunk, SchedulerLimits
 from planc.runtime.sequence import SamplingParams, Sequence
 from tests.runtime.fake import FakeExecutor, hashed_logits, reference, tiny_tokenizer
 
@@ -69,6 +69,25 @@ def test_edits_are_biases_and_then_the_tokens_that_would_end_too_early() -> None
     settings = {"logit_bias": ((5, 1.5), (5, -0.5)), "min_tokens": 2, "stop_token_ids": (8,)}
     assert edits(record(**settings)) == [(5, 1.5), (5, -0.5), (1, -np.inf), (3, -np.inf), (8, -np.inf)]
     assert edits(record(tokens=(4, 5, 6, 7), **settings)) == [(5, 1.5), (5, -0.5)]
+
+
+def test_records_of_a_step_are_those_that_are_written_one_by_one() -> None:
+    ways: list[dict] = [
+        {}, {"temperature": 0}, {"temperature": 0, "presence_penalty": 0.5}, {"temperature": 0, "min_tokens": 2},
+        {"temperature": 0, "logit_bias": ((4, 1.0),)}, {"temperature": 0, "logprobs": 1}, {"top_k": 1},
+    ]  # fmt: skip
+    seqs = [Sequence(i, list(range(3, 6 + i)), 2, SamplingParams(**way), seed=i) for i, way in enumerate(ways * 2)]
+    recorder = Recorder(32, EOS)
+    for order in (seqs, seqs[::-1]):  # the second finds what the first has left in its memory
+        chunks = [Chunk(seq, 0, len(seq.tokens), i % 3) for i, seq in enumerate(order)]
+        found, want = recorder.fill(chunks), np.full(sampling.RECORD, -1, np.int32)
+        row = 0
+        for number, chunk in enumerate(chunks):
+            for _ in range(chunk.rows):
+                write(want, chunk.seq, number, EOS)
+                assert found[row].tolist() == want.tolist()
+                row += 1
+        assert len(found) == row
 
 
 def test_the_kernels_read_a_record_as_it_is_written() -> None:
