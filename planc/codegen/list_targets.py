@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from planc.codegen.skus import SKU, SM, skus
-from planc.codegen.target import known, kv_flags, needs_fp8
+from planc.codegen.target import cpu_alone, known, kv_flags, needs_fp8
 from planc.compiler.ir.quant import SCHEMES
 
 _HEADS = ("target", "GPU", "SM", "SMs", "memory", "bandwidth", "bf16", "fp8", "int8", "fp4", "NVLink", "--dtype")
@@ -32,7 +32,7 @@ def as_text() -> list[str]:
 
 
 def _dtypes(sm: SM) -> list[str]:
-    return [n for n in _WEIGHTS if sm.fp8 or not needs_fp8(n)]
+    return [n for n in _WEIGHTS if not cpu_alone(n) and (sm.fp8 or not needs_fp8(n))]
 
 
 def _entry(sku: SKU) -> dict[str, Any]:

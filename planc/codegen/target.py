@@ -114,6 +114,11 @@ def check_dtypes(target: Target, dtypes: Iterable[str], kv_cache_dtype: str) -> 
     if target.kind != "cuda":
         return
     for name in dtypes:
+        if cpu_alone(name):
+            raise UsageError(
+                f"--dtype {name} multiplies codes of 4 bits by codes of 8, which has kernels for CPUs alone; {target} "
+                f"has them for 4 bits with activations as they are: take --dtype {name.replace('int4', 'awq')}"
+            )
         if needs_fp8(name) and not target.sm.fp8:
             near = ", ".join(n for n, sku in skus().items() if sku.sm.fp8)
             raise UsageError(
@@ -135,6 +140,11 @@ def kv_flags(sm: SM) -> list[str]:
 def needs_fp8(name: str) -> bool:
     """Whether products of what is stored as `name` are products of fp8."""
     return name in SCHEMES and SCHEMES[name].act == "f8e4m3"
+
+
+def cpu_alone(name: str) -> bool:
+    """Whether a scheme has kernels for CPUs alone: that of 4-bit weights by activations with a scale a group."""
+    return name in SCHEMES and SCHEMES[name].by_group
 
 
 def host() -> Target:

@@ -95,10 +95,12 @@ def test_a_misspelt_name_gets_a_suggestion(text: str, meant: str) -> None:
 
 
 def test_what_a_gpu_cannot_store() -> None:
-    for possible in (("h100-sxm", "fp8"), ("a100-80g", "int8"), ("sm_80", "awq-g64"), ("cpu", "fp8")):
+    for possible in (("h100-sxm", "fp8"), ("a100-80g", "int8"), ("sm_80", "awq-g64"), ("cpu", "fp8"), ("cpu", "int4")):
         check_dtypes(parse(possible[0]), [possible[1], "f32"], "bf16")
     with pytest.raises(UsageError, match=r"--dtype fp8 needs .*sm_89 on.*a100-80g is sm_80. Take --dtype int8 .* l4, "):
         check_dtypes(parse("a100-80g"), ["bf16", "fp8"], "bf16")
+    with pytest.raises(UsageError, match=r"--dtype int4-g64 .* for CPUs alone; cuda:h100-sxm .* take --dtype awq-g64$"):
+        check_dtypes(parse("h100-sxm"), ["int4-g64"], "bf16")
     check_dtypes(parse("l4"), ["bf16"], "fp8")
     with pytest.raises(UsageError, match=r"--kv-cache-dtype fp8 needs .*sm_89 on.*; cuda:a10 is sm_86. .*int8"):
         check_dtypes(parse("a10"), ["bf16"], "fp8")
