@@ -82,9 +82,9 @@ class DenseRows {
 
 // How rows are kept: as the products of a format take them. PER_FLOAT elements take the place of a float, in SECTIONS;
 // DOTS take those of GROUP elements in STEPS, of which step P finds its own for element k in `at`; formats whose lines hold
-// more than GROUP go on counting steps, and find bytes IN_TURN where a line holds eight. Of bytes without a sign the rows are
-// SUMMED: what `put` returns, in units of their zero, is what sums begin with. MOST_K: the k of a panel. TILE_ROWS: rows in registers. PANEL_FROM: rows from which on unpacking a panel costs less than doing so for
-// each tile.
+// more than GROUP go on counting steps, and find bytes IN_TURN where a line holds eight. SUMMED are those that meet bytes
+// without a sign: what `put` returns, times the zero of these, is what sums begin with. MOST_K: the k of a panel. TILE_ROWS:
+// rows in registers. PANEL_FROM: rows from which on unpacking a panel costs less than doing so for each tile.
 struct AsTheyLie {  // f32
     static constexpr bool SUMMED = false;
     static constexpr int MOST_K = 320, TILE_ROWS = 6, PANEL_FROM = 24;
