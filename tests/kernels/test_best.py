@@ -23,7 +23,12 @@ CASES = {
     "int8-wo, k cut": linear("int8-wo", N, 2100, bias=True),
     "int4-g32": linear("int4-g32", N, 96),
 }
-PAIRS = [(t, name) for t in {TARGETS[-1], TARGETS[0]} for name in CASES if t == TARGETS[-1] or name in list(CASES)[:2]]
+PAIRS = [
+    (t, name)
+    for t in dict.fromkeys((TARGETS[0], TARGETS[-1]))
+    for name in CASES
+    if t == TARGETS[-1] or name in list(CASES)[:2]
+]
 
 
 class Both:
