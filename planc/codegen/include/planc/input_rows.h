@@ -181,11 +181,11 @@ class KeptRows : public Base {
     static constexpr int MOST = IN_PANELS ? detail::panel_k(WIDTH, MOST_K, detail::PANEL_UNIT) : WIDTH;
     template <bool IN_PANELS>
     static constexpr int APART = detail::apart(MOST<IN_PANELS>, Form::PER_FLOAT);
-    // What sums begin with lies in a row's last line, and beyond it.
+    // What sums begin with lies behind a row's last line, which zeros after a short group may reach into.
     template <bool IN_PANELS>
-    static constexpr int SUMS_AT = APART<IN_PANELS> * Form::SECTIONS - LANES;
+    static constexpr int SUMS_AT = APART<IN_PANELS> * Form::SECTIONS;
     template <bool IN_PANELS>
-    static constexpr int STRIDE = SUMS_AT<IN_PANELS> + (Form::SUMMED ? ((MOST<IN_PANELS> + SUM_K - 1) / SUM_K + LANES - 1) / LANES : 1) * LANES;
+    static constexpr int STRIDE = SUMS_AT<IN_PANELS> + (Form::SUMMED ? ((MOST<IN_PANELS> + SUM_K - 1) / SUM_K + LANES - 1) / LANES : 0) * LANES;
 
    public:
     static constexpr bool SCALED = !std::is_same_v<typename Base::X, float>;
