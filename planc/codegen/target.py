@@ -16,14 +16,17 @@ _LEVELS: Mapping[str, tuple[str, ...]] = {
     "x86-64-v3": ("-march=x86-64-v3",),
     "x86-64-v4": ("-march=x86-64-v4",),
 }
-# Extra -> compiler flags, and the level that it builds on.
-_EXTRAS: Mapping[str, tuple[str, ...]] = {
-    "vnni": ("-mavx512vnni",),
-    "bf16": ("-mavx512bf16", "-mavx512vnni"),  # every CPU that has the first has the second
-    "amx": ("-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+# Level -> the extras that build on it, each with its compiler flags.
+_EXTRAS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "portable": {},
+    "x86-64-v3": {"avxvnni": ("-mavxvnni",)},
+    "x86-64-v4": {
+        "vnni": ("-mavx512vnni",),
+        "bf16": ("-mavx512bf16", "-mavx512vnni"),  # every CPU that has the first has the second
+        "amx": ("-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+    },
 }
-_BASE_OF_EXTRAS = "x86-64-v4"
-_USED = ("bf16", "vnni")  # of AMX, accepted as well, no kernel makes use yet
+_USED = ("avxvnni", "bf16", "vnni")  # of AMX, accepted as well, no kernel makes use yet
 # What the command line calls the elements of a cache -> their dtype on GPUs, which have no instructions for the e3m4 of
 # the CPU's fp8 cache.
 KV_FLAGS: Mapping[str, str] = {"bf16": "bf16", "f32": "f32", "int8": "i8", "fp8": "f8e4m3"}
@@ -48,7 +51,7 @@ class Target:
     @property
     def flags(self) -> tuple[str, ...]:
         """Flags that make the C++ compiler use this ISA and nothing beyond it."""
-        return (*_LEVELS[self.arch], *(flag for f in self.features for flag in _EXTRAS[f]))
+        return (*_LEVELS[self.arch], *(flag for f in self.features for flag in _EXTRAS[self.arch][f]))
 
     @property
     def sm(self) -> SM:
@@ -83,11 +86,13 @@ def _cpu(text: str, isa: str) -> Target:
     if not isa:
         return host()
     arch, *features = isa.split("+")
-    unknown = [arch] if arch not in _LEVELS else [f for f in features if f not in _EXTRAS]
+    bases = {extra: level for level, extras in _EXTRAS.items() for extra in extras}
+    unknown = [arch] if arch not in _LEVELS else [f for f in features if f not in bases]
     if unknown:
         raise UsageError(f"target {text!r} names {unknown[0]!r}, which is not known; known: {', '.join(known())}")
-    if features and arch != _BASE_OF_EXTRAS:
-        raise UsageError(f"target {text!r}: +{features[0]} builds on cpu:{_BASE_OF_EXTRAS}, not on {arch}")
+    for extra in features:
+        if bases[extra] != arch:
+            raise UsageError(f"target {text!r}: +{extra} builds on cpu:{bases[extra]}, not on {arch}")
     return Target("cpu", arch, tuple(sorted(set(features))))
 
 
@@ -102,8 +107,7 @@ def _suggestion(name: str) -> str:
 
 def known() -> tuple[str, ...]:
     """Every form of a target's name."""
-    extras = "".join(f"[+{e}]" for e in _EXTRAS)
-    levels = (f"cpu:{a}" + (extras if a == _BASE_OF_EXTRAS else "") for a in _LEVELS)
+    levels = (f"cpu:{level}" + "".join(f"[+{e}]" for e in _EXTRAS[level]) for level in _LEVELS)
     return ("cpu", *levels, *skus(), *_BY_NAME)
 
 
@@ -153,5 +157,5 @@ def host() -> Target:
         return Target("cpu", "portable")
     have = cpu_flags()
     level = next((a for a in ("x86-64-v4", "x86-64-v3") if have.issuperset(CPU_FLAGS[a])), "portable")
-    extras = (e for e in _USED if have.issuperset(CPU_FLAGS[e])) if level == _BASE_OF_EXTRAS else ()
+    extras = (e for e in _EXTRAS[level] if e in _USED and have.issuperset(CPU_FLAGS[e]))
     return Target("cpu", level, tuple(sorted(extras)))

@@ -13,6 +13,7 @@ CPU_FLAGS: dict[str, tuple[str, ...]] = {
     "portable": (),
     "x86-64-v3": _V3,
     "x86-64-v4": _V4,
+    "avxvnni": ("avx_vnni",),
     "vnni": ("avx512_vnni",),
     "bf16": ("avx512_bf16", "avx512_vnni"),
     "amx": ("amx_tile", "amx_bf16", "amx_int8"),

@@ -1,5 +1,6 @@
 """Kernels compile without a warning for ISA levels that this machine may lack, and with the other compiler."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -83,6 +84,7 @@ CASES = [
     [
         ("cpu:x86-64-v4+bf16+vnni", None),
         pytest.param("cpu:x86-64-v3", "clang++", marks=pytest.mark.slow),
+        pytest.param("cpu:x86-64-v3+avxvnni", "clang++", marks=pytest.mark.slow),
         pytest.param("cpu:portable", "clang++", marks=pytest.mark.slow),
     ],
 )
@@ -91,3 +93,16 @@ def test_compiles_without_a_warning(tmp_path: Path, target: str, cxx: str | None
         pytest.skip(f"{cxx} is not installed")
     isa = parse(target)
     build_library({"all.cpp": joined([c.kernel(isa) for c in CASES])}, isa, tmp_path, cxx=cxx)
+
+
+def dots(code: bytes, form: bytes) -> int:
+    """How often vpdpbusd of ymm stands in machine code, in an encoding."""
+    return sum(one & 15 == 2 and two & 0x87 == 5 for one, two in map(b"".join, re.findall(form, code, re.DOTALL)))
+
+
+def test_avx_vnni_multiplies_bytes_in_its_own_encoding(tmp_path: Path) -> None:
+    isa = parse("cpu:x86-64-v3+avxvnni")
+    products = [c.kernel(isa) for c in CASES if c.op in ("qlinear", "qexpert_linear")]
+    code = build_library({"all.cpp": joined(products)}, isa, tmp_path).read_bytes()
+    assert dots(code, rb"\xc4(.)(.)\x50") > 500
+    assert dots(code, rb"\x62(.)(.)\x28\x50") < 5, "EVEX, which no CPU without AVX-512 runs"

@@ -1,14 +1,19 @@
 """Targets: parsing, flags, what a GPU can store, and errors that list what is known."""
 
+import re
+
 import pytest
 
 from planc.codegen import target
-from planc.codegen.target import Target, check_dtypes, parse
+from planc.codegen.target import Target, check_dtypes, known, parse
 from planc.errors import UsageError
 from planc.plans.host import CPU_FLAGS, missing_flags
 
 
-@pytest.mark.parametrize("text", ["cpu:portable", "cpu:x86-64-v3", "cpu:x86-64-v4", "cpu:x86-64-v4+bf16+vnni"])
+@pytest.mark.parametrize(
+    "text",
+    ["cpu:portable", "cpu:x86-64-v3", "cpu:x86-64-v3+avxvnni", "cpu:x86-64-v4", "cpu:x86-64-v4+bf16+vnni"],
+)
 def test_text_round_trips(text: str) -> None:
     assert str(parse(text)) == text
 
@@ -19,6 +24,7 @@ def test_features_are_a_sorted_set() -> None:
 
 def test_flags_of_the_compiler() -> None:
     assert parse("cpu:x86-64-v4+vnni").flags == ("-march=x86-64-v4", "-mavx512vnni")
+    assert parse("cpu:x86-64-v3+avxvnni").flags == ("-march=x86-64-v3", "-mavxvnni")
     assert not any("march" in f for f in parse("cpu:portable").flags)
 
 
@@ -37,6 +43,9 @@ def test_cpu_alone_is_this_machine() -> None:
         ((*CPU_FLAGS["x86-64-v4"], *CPU_FLAGS["vnni"], *CPU_FLAGS["bf16"]), "cpu:x86-64-v4+bf16+vnni"),
         (CPU_FLAGS["x86-64-v4"], "cpu:x86-64-v4"),
         ((*CPU_FLAGS["x86-64-v3"], *CPU_FLAGS["vnni"]), "cpu:x86-64-v3"),
+        ((*CPU_FLAGS["x86-64-v3"], "avx_vnni"), "cpu:x86-64-v3+avxvnni"),
+        ((*CPU_FLAGS["x86-64-v4"], *CPU_FLAGS["vnni"], "avx_vnni"), "cpu:x86-64-v4+vnni"),
+        (("avx_vnni",), "cpu:portable"),
     ],
 )
 def test_host_takes_the_best_level(monkeypatch, flags: tuple[str, ...], want: str) -> None:
@@ -56,9 +65,23 @@ def test_unknown_names_list_the_known(text: str) -> None:
         parse(text)
 
 
-def test_extras_need_their_level() -> None:
-    with pytest.raises(UsageError, match=r"\+vnni builds on cpu:x86-64-v4"):
-        parse("cpu:x86-64-v3+vnni")
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("cpu:x86-64-v3+vnni", "+vnni builds on cpu:x86-64-v4, not on x86-64-v3"),
+        ("cpu:x86-64-v3+avxvnni+bf16", "+bf16 builds on cpu:x86-64-v4, not on x86-64-v3"),
+        ("cpu:x86-64-v4+avxvnni", "+avxvnni builds on cpu:x86-64-v3, not on x86-64-v4"),
+        ("cpu:x86-64-v4+vnni+avxvnni", "+avxvnni builds on cpu:x86-64-v3, not on x86-64-v4"),
+        ("cpu:portable+avxvnni", "+avxvnni builds on cpu:x86-64-v3, not on portable"),
+    ],
+)
+def test_extras_need_their_level(text: str, told: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"target '{text}': {told}")):
+        parse(text)
+
+
+def test_known_targets_have_their_own_extras() -> None:
+    assert known()[:4] == ("cpu", "cpu:portable", "cpu:x86-64-v3[+avxvnni]", "cpu:x86-64-v4[+vnni][+bf16][+amx]")
 
 
 @pytest.mark.parametrize("text", ["h100-sxm", "cuda:h100-sxm"])

@@ -30,6 +30,7 @@ PATTERN = 0xFF  # every float of a guard is a NaN: reading one shows in the resu
 TARGETS = [
     t for t in ("cpu:portable", "cpu:x86-64-v3", "cpu:x86-64-v4", "cpu:x86-64-v4+bf16+vnni") if not missing_flags(t)
 ]
+_BYTE_DOTS = {"avxvnni", "vnni"}
 _KERNELS_A_FILE = 6
 _COUNTERS, _SCRATCH_BYTES = 1024, 1 << 20  # of scratch.h
 
@@ -133,13 +134,14 @@ class Tensor:
 
 
 class Library:
-    """The kernels of some cases, compiled for a target."""
+    """The kernels of some cases, compiled for a target, maybe with a macro that the headers know."""
 
-    def __init__(self, cases: Sequence[Case], target: str, folder: Path) -> None:
+    def __init__(self, cases: Sequence[Case], target: str, folder: Path, macro: str = "") -> None:
         self.target = parse(target)
         kernels = list({k.name: k for k in (c.kernel(self.target) for c in cases)}.values())
         parts = [kernels[i : i + _KERNELS_A_FILE] for i in range(0, len(kernels), _KERNELS_A_FILE)]
-        sources = {f"part{i}.cpp": joined(part) for i, part in enumerate(parts)}
+        head = f"#define {macro}\n" if macro else ""
+        sources = {f"part{i}.cpp": head + joined(part) for i, part in enumerate(parts)}
         self.lib = ctypes.CDLL(str(build_library(sources, self.target, folder)))
 
     def run(
@@ -173,7 +175,7 @@ class Library:
     def multiplied(self, c: Case, x: np.ndarray) -> np.ndarray:
         """The rows of a product as the target multiplies them."""
         weight = next(t for t in c.types[1:] if t.layout in PACKED)
-        if weight.dtype in ("i8", "u4") and c.types[0].dtype == "f32" and "vnni" in self.target.features:
+        if weight.dtype in ("i8", "u4") and c.types[0].dtype == "f32" and _BYTE_DOTS & {*self.target.features}:
             scale = np.abs(x).max(-1, keepdims=True) / np.float32(127)
             ratio = np.divide(x, scale, out=np.zeros_like(x), where=scale > 0)
             second = np.rint((ratio - np.rint(ratio)) * np.float32(254))

@@ -68,6 +68,8 @@ def test_targets_this_cpu_lacks_are_refused_by_name(root, plan, monkeypatch):
     monkeypatch.setattr("planc.plans.host.cpu_flags", lambda: frozenset({"avx2"}))
     with pytest.raises(PlancError, match=r"cpu:x86-64-v4\+vnni, but this CPU lacks .*avx512_vnni"):
         CpuExecutor(root, replace(plan, target="cpu:x86-64-v4+vnni"), 2)
+    with pytest.raises(PlancError, match=r"cpu:x86-64-v3\+avxvnni, but this CPU lacks .*avx_vnni"):
+        CpuExecutor(root, replace(plan, target="cpu:x86-64-v3+avxvnni"), 2)
     with pytest.raises(PlancError, match="cuda:sm_90a; this runtime serves cpu"):
         CpuExecutor(root, replace(plan, target="cuda:sm_90a"), 2)
 

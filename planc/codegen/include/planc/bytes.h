@@ -51,14 +51,17 @@ PLANC_INLINE void store_int(void* p, VecI a) {
     _mm256_storeu_si256(static_cast<__m256i*>(p), a.lo);
     _mm256_storeu_si256(static_cast<__m256i*>(p) + 1, a.hi);
 }
+namespace detail {
 // The lowest byte of each lane.
-PLANC_INLINE void narrow_u8(void* p, VecI a) {
+PLANC_INLINE __m128i low_bytes(VecI a) {
     const __m256i low = _mm256_set1_epi32(0xff);
     const __m256i halves = _mm256_packus_epi32(_mm256_and_si256(a.lo, low), _mm256_and_si256(a.hi, low));
     const __m256i bytes = _mm256_packus_epi16(halves, halves);  // of lo and hi by turns, four lanes each
     const __m256i in_order = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
-    _mm_storeu_si128(static_cast<__m128i*>(p), _mm256_castsi256_si128(in_order));
+    return _mm256_castsi256_si128(in_order);
 }
+}  // namespace detail
+PLANC_INLINE void narrow_u8(void* p, VecI a) { _mm_storeu_si128(static_cast<__m128i*>(p), detail::low_bytes(a)); }
 
 // Copies of the sign come in from the left.
 template <int BITS>

@@ -1,4 +1,4 @@
-// Instructions that multiply pairs of bf16 or quads of bytes and add, where the target has them (+bf16, +vnni).
+// Instructions that multiply pairs of bf16 or quads of bytes and add, where the target has them (+bf16; +vnni, +avxvnni).
 //
 // A kernel asks BF16_DOTS or BYTE_DOTS and has another way where it is false; the functions are then only compiled.
 #pragma once
@@ -40,17 +40,13 @@ PLANC_INLINE VecI bf16_zip(const uint16_t*, const uint16_t*) { return splat_int(
 #if defined(__AVX512VNNI__) && !defined(PLANC_PORTABLE)
 
 constexpr bool BYTE_DOTS = true;
+constexpr int DIGIT_ACCUMULATORS = 8, BYTE_TILE_ROWS = 4;  // gcc 12 spills sums of more
+PLANC_INLINE Vec held(Vec sum) { return sum; }
 
 // sum + the products of the four unsigned bytes of a and the four signed ones of b, i32 in each lane. (In assembly, as gcc
 // spills the sums of its intrinsic: they change their type at each call.)
 PLANC_INLINE Vec dot_bytes(VecI a, VecI b, Vec sum) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(a.v), "v"(b.v));
-    return sum;
-}
-PLANC_INLINE int32_t sum_of_lanes(VecI a) {
-    int32_t lanes[LANES], sum = 0;
-    store_int(lanes, a);
-    for (int32_t lane : lanes) sum += lane;
     return sum;
 }
 // The lowest byte of each lane: of each eight first those at even places, then the others.
@@ -59,13 +55,51 @@ PLANC_INLINE void narrow_u8_in_turn(void* p, VecI a) {
     _mm_storeu_si128(static_cast<__m128i*>(p), _mm_shuffle_epi8(_mm512_maskz_cvtepi32_epi8(0xffff, a.v), turn));
 }
 
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__) && !defined(PLANC_PORTABLE)
+
+constexpr bool BYTE_DOTS = true;
+// Sums take 12 of 16 registers; a line and what it multiplies, three.
+constexpr int DIGIT_ACCUMULATORS = 3, BYTE_TILE_ROWS = 6;
+
+// As AVX-VNNI encodes it; for tests on CPUs that lack that, as AVX512-VNNI does, with the same operands.
+#if defined(PLANC_EVEX_DOTS)
+#define PLANC_DOT_BYTES "%{evex%} vpdpbusd"
+#else
+#define PLANC_DOT_BYTES "%{vex%} vpdpbusd"
+#endif
+
+PLANC_INLINE Vec dot_bytes(VecI a, VecI b, Vec sum) {
+    asm(PLANC_DOT_BYTES " %2, %1, %0" : "+x"(sum.lo) : "x"(a.lo), "x"(b.lo));
+    asm(PLANC_DOT_BYTES " %2, %1, %0" : "+x"(sum.hi) : "x"(a.hi), "x"(b.hi));
+    return sum;
+}
+#undef PLANC_DOT_BYTES
+// A sum before and behind the loop that adds to it: gcc 12 spills those that are integers on one side of an end.
+PLANC_INLINE Vec held(Vec sum) {
+    asm("" : "+x"(sum.lo), "+x"(sum.hi));
+    return sum;
+}
+
+PLANC_INLINE void narrow_u8_in_turn(void* p, VecI a) {
+    const __m128i turn = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    _mm_storeu_si128(static_cast<__m128i*>(p), _mm_shuffle_epi8(detail::low_bytes(a), turn));
+}
+
 #else
 
 constexpr bool BYTE_DOTS = false;
+constexpr int DIGIT_ACCUMULATORS = 1, BYTE_TILE_ROWS = 1;
+PLANC_INLINE Vec held(Vec sum) { return sum; }
 PLANC_INLINE Vec dot_bytes(VecI, VecI, Vec sum) { return sum; }
-PLANC_INLINE int32_t sum_of_lanes(VecI) { return 0; }
 PLANC_INLINE void narrow_u8_in_turn(void*, VecI) {}
 
 #endif
+
+PLANC_INLINE int32_t sum_of_lanes(VecI a) {
+    int32_t lanes[LANES], sum = 0;
+    store_int(lanes, a);
+    for (int32_t lane : lanes) sum += lane;
+    return sum;
+}
 
 }  // namespace planc

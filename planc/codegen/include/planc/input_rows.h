@@ -123,7 +123,7 @@ struct AsHalves {  // i8 in pairs of halves: of the codes 4j and 4j + 2, in a se
 
 struct AsBytes {  // i8 as it is; the weights have more than they should, which what sums begin with takes off again
     static constexpr int PER_FLOAT = 4, SECTIONS = 1, GROUP = 4, STEPS = 1, MOST_K = 2048, PANEL_FROM = 64;
-    static constexpr int TILE_ROWS = 4;  // gcc 12 spills sums of more
+    static constexpr int TILE_ROWS = BYTE_TILE_ROWS;
     static constexpr bool DOTS = true, SUMMED = true;
     template <int APART, bool IN_TURN>
     static PLANC_INLINE int32_t put(const int8_t* codes, int count, float* y) {

@@ -4,9 +4,9 @@
 // number of rows decide where that happens and never change a bit. Where groups of k have a scale each, a group has an
 // accumulator of its own, which its scale adds to that of y. Codes times codes are summed as integers, exactly. Targets that
 // multiply pairs of bf16 (+bf16) round x to them and add a pair at once, in the order of their instruction; weights in bf16
-// and f8 are exact in bf16. Where bytes are multiplied (+vnni), whole numbers meet x in two digits of a byte, and what both
-// sum to exactly is added to y for each group, or each panel's k. Partial sums wait in y between two blocks of k: an f32
-// store and load is exact.
+// and f8 are exact in bf16. Where bytes are multiplied (+vnni, +avxvnni), whole numbers meet x in two digits of a byte, and
+// what both sum to exactly is added to y for each group, or each panel's k. Partial sums wait in y between two blocks of k:
+// an f32 store and load is exact.
 #pragma once
 #include <algorithm>
 
@@ -31,8 +31,8 @@ class LinearTiles {
     static constexpr int PANEL_K = detail::panel_k(K, detail::most_k<Config, Form>(), SCALE_K == 0 ? LANES : SCALE_K);
     static_assert(SCALE_K <= detail::PANEL_UNIT);
     static constexpr bool DIGITS = std::is_same_v<Form, AsDigits>;
-    static constexpr int ACCUMULATORS = DIGITS ? 8 : TILE_ACCUMULATORS;  // each of which has two digits then
-    static constexpr int TILE_ROWS = std::min(detail::tile_rows<Config, Form>(), MAX_TILE_ROWS);
+    static constexpr int ACCUMULATORS = DIGITS ? DIGIT_ACCUMULATORS : TILE_ACCUMULATORS;  // each of which has two digits then
+    static constexpr int TILE_ROWS = std::min({detail::tile_rows<Config, Form>(), MAX_TILE_ROWS, ACCUMULATORS});
     static constexpr int PANEL_TILE_ROWS = std::min(TILE_ROWS, ACCUMULATORS / PANEL_VECS);
     static constexpr bool BIAS = Config::BIAS;
     static constexpr bool BY_GROUP = Format::INTEGERS && SCALE_K > 0;  // rows have scales by group, too

@@ -50,11 +50,19 @@ PLANC_INLINE void accumulate(Vec (&acc)[MR][NV], const Tile& x, const char* w, i
     }
 }
 
+template <int MR, int NV>
+PLANC_INLINE void hold_all(Vec (&sums)[MR][NV]) {
+    PLANC_UNROLL for (int m = 0; m < MR; ++m) {
+        PLANC_UNROLL for (int v = 0; v < NV; ++v) sums[m][v] = held(sums[m][v]);
+    }
+}
+
 // Like `accumulate` with several k at once, as rows of a Form multiply them. Integers lie in the lanes of acc as i32.
 template <class Form, class Source, class Tile, int MR, int NV>
 PLANC_INLINE void accumulate_dots(Vec (&acc)[MR][NV], const Tile& x, const char* w, int count, const Source (&source)[NV]) {
     constexpr int STEPS = Source::GROUP / Form::GROUP * Form::STEPS;
     auto add = [&](auto p, int m, int k, VecI b, Vec sum) PLANC_INLINED { return Form::dot(b, x.template dots<p.value>(m, k), sum); };
+    hold_all(acc);
     for (int k = 0; k < count; k += Source::GROUP, w += Source::STRIDE) {
         if constexpr (Source::PREFETCH) {
             PLANC_UNROLL for (int v = 0; v < NV; ++v) prefetch(w + PREFETCH_BYTES + v * LINE_BYTES);
@@ -76,11 +84,14 @@ PLANC_INLINE void accumulate_dots(Vec (&acc)[MR][NV], const Tile& x, const char*
             });
         }
     }
+    hold_all(acc);
 }
 
 // acc[digit] += x's digit * w, integers in the lanes.
 template <class Source, class Tile, int MR, int NV>
 PLANC_INLINE void accumulate_digits(Vec (&acc)[2][MR][NV], const Tile& x, const char* w, int count, const Source (&source)[NV]) {
+    hold_all(acc[0]);
+    hold_all(acc[1]);
     for (int k = 0; k < count; k += Source::GROUP, w += Source::STRIDE) {
         if constexpr (Source::PREFETCH) {
             PLANC_UNROLL for (int v = 0; v < NV; ++v) prefetch(w + PREFETCH_BYTES + v * LINE_BYTES);
@@ -95,6 +106,8 @@ PLANC_INLINE void accumulate_digits(Vec (&acc)[2][MR][NV], const Tile& x, const 
             }
         });
     }
+    hold_all(acc[0]);
+    hold_all(acc[1]);
 }
 
 }  // namespace planc::detail
