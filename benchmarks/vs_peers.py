@@ -39,7 +39,7 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
     "int8": {"llama.cpp": ("Q8_0",), "openvino": ("int8",), "onnxruntime": ("int8",)},
     "int4": {"llama.cpp": ("Q4_0",), "openvino": ("int4",), "onnxruntime": ("int4",)},
 }  # fmt: skip
-PLANC_KINDS = {"bf16": "bf16", "int8": "int8", "int4": "int4-wo-g64"}
+PLANC_KINDS = {"bf16": "bf16", "int8": "int8", "int4": "int4-g64"}
 ONE_AT_A_TIME = ("onnxruntime", "transformers")
 KEEP_PREFIXES = ("planc", "openvino", "vllm")
 
