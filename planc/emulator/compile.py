@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from planc.emulator import arithmetic, bits, convert, floats, flow, memory_ops, tensor_ops, warp_ops
+from planc.emulator import arithmetic, bits, convert, floats, flow, memory_ops, tensor_memory_ops, tensor_ops, warp_ops
 from planc.emulator.emit import Code, Refused, numpy_type, special
 from planc.emulator.flow import Block, Flow
 from planc.emulator.ptx import Instruction, Kernel
@@ -26,6 +26,7 @@ RULES: dict[str, Callable[[Code, Instruction], None]] = {
     **memory_ops.RULES,
     **warp_ops.RULES,
     **tensor_ops.RULES,
+    **tensor_memory_ops.RULES,
 }
 _KINDS = ("u8", "i8", "u16", "i16", "u32", "i32", "u64", "i64", "f16", "f32", "f64")
 _NAME = re.compile(r"\bv\d+\b")

@@ -29,7 +29,7 @@ class Block:
 
 @dataclass
 class Flow:
-    """All blocks in the order of the code; `across` has a bit for each slot that lives across blocks."""
+    """All blocks, those that lead to others first; `across` has a bit for each slot that lives across blocks."""
 
     blocks: list[Block]
     across: int
@@ -43,7 +43,7 @@ def flow(kernel: Kernel) -> Flow:
     order = sorted(s for s in starts if s < len(code))
     index = {start: n for n, start in enumerate(order)}
     end = len(order)
-    blocks = []
+    blocks, leads = [], []
     for n, start in enumerate(order):
         stop = order[n + 1] if n + 1 < end else len(code)
         last = code[stop - 1]
@@ -51,7 +51,78 @@ def flow(kernel: Kernel) -> Flow:
         if last.name in ("ret", "exit", "trap"):
             target = end
         blocks.append(Block(start, stop, target, n + 1 if stop < len(code) else end))
+        always = target is not None and last.guard is None
+        leads.append([to for to in (target, None if always else blocks[-1].after) if to is not None and to != end])
+    blocks = _moved(blocks, _order(leads))
     return Flow(blocks, _liveness(kernel, blocks))
+
+
+def _moved(blocks: list[Block], order: list[int]) -> list[Block]:
+    """The blocks in another order, their jumps by it."""
+    place = {old: new for new, old in enumerate(order)} | {len(blocks): len(blocks)}
+    moved = [blocks[old] for old in order]
+    for block in moved:
+        block.target, block.after = None if block.target is None else place[block.target], place[block.after]
+    return moved
+
+
+def _order(leads: list[list[int]]) -> list[int]:
+    """Blocks behind those that lead to them and ahead of what follows their loop: where the first go first, lanes that
+    parted meet again as soon as they can.
+    """
+    loops = _loops(leads)
+
+    def inner_last(block: int) -> list[int]:
+        """Where a block leads to, out of loops first: what is met first comes last."""
+        shared = {to: sum(block in loop and to in loop for loop in loops) for to in leads[block]}
+        return sorted(shared, key=lambda to: (shared[to], -to))
+
+    seen: set[int] = set()
+    ended: list[int] = []
+    for first in range(len(leads)):  # the first one leads to all that can be reached
+        if first in seen:
+            continue
+        seen.add(first)
+        path = [(first, iter(inner_last(first)))]
+        while path:
+            block, rest = path[-1]
+            to = next((n for n in rest if n not in seen), None)
+            if to is None:
+                ended.append(path.pop()[0])
+            else:
+                seen.add(to)
+                path.append((to, iter(inner_last(to))))
+        if first == 0:
+            reached, ended = ended[::-1], []
+    return reached + ended
+
+
+def _loops(leads: list[list[int]]) -> list[set[int]]:
+    """The blocks of each loop."""
+    found: dict[int, set[int]] = {}
+    before: dict[int, list[int]] = {n: [] for n in range(len(leads))}
+    for block, to in enumerate(leads):
+        for n in to:
+            before[n].append(block)
+    seen, on_path = {0}, {0}
+    path = [(0, iter(leads[0]))]
+    while path:
+        block, rest = path[-1]
+        to = next(rest, None)
+        if to is None:
+            on_path.discard(path.pop()[0])
+        elif to in on_path:
+            loop = found.setdefault(to, {to})
+            left = [block]
+            while left:
+                if (n := left.pop()) not in loop:
+                    loop.add(n)
+                    left += before[n]
+        elif to not in seen:
+            seen.add(to)
+            on_path.add(to)
+            path.append((to, iter(leads[to])))
+    return list(found.values())
 
 
 def _liveness(kernel: Kernel, blocks: list[Block]) -> int:
@@ -94,7 +165,10 @@ def _slots(instruction: Instruction) -> tuple[int, int]:
 
 
 def _is_store(instruction: Instruction) -> bool:
-    return instruction.name == "mbarrier" and instruction.parts[1] in ("init", "inval", "expect_tx")
+    action = instruction.parts[1] if len(instruction.parts) > 1 else ""
+    if instruction.name == "tcgen05":
+        return action != "ld"
+    return instruction.name == "mbarrier" and action in ("init", "inval", "expect_tx")
 
 
 def _bits(operand: Operand) -> int:

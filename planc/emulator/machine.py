@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from planc.emulator.compile import Program
 from planc.emulator.memory import CARRIERS, Fault, Memory, Spans
 from planc.emulator.tensor import Tensor
+from planc.emulator.tensor_memory import TensorMemory
 from planc.emulator.tiles import Barriers, Copies, Tiles
 from planc.emulator.warp import WarpOps
 from planc.errors import PlancError
@@ -96,6 +97,7 @@ class Machine(WarpOps):
         self.slept = False
         self.tensor, self.copies = Tensor(self), Copies(self)
         self.barriers, self.tiles = Barriers(self), Tiles(self)
+        self.tensor_memory = TensorMemory(self)
 
     def _place_shared(self, data: Array) -> None:
         self.shared = {size: data.view(kind) for size, kind in CARRIERS.items()}
@@ -137,6 +139,8 @@ class Machine(WarpOps):
                 if parts:
                     waiting.extend(parts)
                     break
+            else:
+                machine.end(None)
 
     def sleep(self, mask: Array | None) -> None:
         """nanosleep"""
@@ -173,6 +177,8 @@ class Machine(WarpOps):
         for chosen, at in ((every, target), (~every, after)):
             if at < len(self.program.flow.blocks):
                 parts.append(self._taken(np.flatnonzero(chosen), at))
+            else:
+                self.end(np.flatnonzero(chosen))
         self.where, self.at_block = None, len(self.program.flow.blocks)
         return parts
 
@@ -186,8 +192,16 @@ class Machine(WarpOps):
             if across >> slot & 1:
                 other.registers[slot] = value[lanes] if value.size > 1 else value
         other._place_shared(self.shared[1].reshape(-1, self._stride)[chosen].reshape(-1))
+        self.tensor_memory.taken(other.tensor_memory, chosen)
         other.at_block = at
         return other
+
+    def end(self, blocks: Array | None) -> None:
+        """Checks that blocks which end have nothing left."""
+        if columns := self.tensor_memory.left(blocks):
+            raise KernelFault(
+                f"kernel {self.program.kernel.name} ends with {columns} columns of tensor memory (tcgen05.dealloc)"
+            )
 
     def _masked_step(self, where: Array) -> None:
         lowest = int(where.min())

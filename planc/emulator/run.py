@@ -36,15 +36,14 @@ from planc.runtime.cuda import Arenas, CudaExecutor, allocate, opened
 from planc.runtime.cuda_ranks import CudaRanks
 
 _MEMORY = 80 << 30  # of a device whose own size does not matter; only what is used takes host memory
-EMULATED = (80, 86, 89, 90, 120, 121)  # compute capabilities whose PTX the emulator runs
+EMULATED = (80, 86, 89, 90, 100, 120, 121)  # compute capabilities whose PTX the emulator runs
 
 
 def device_of(sm: int, memory: int = _MEMORY, name: str | None = None) -> Device:
     """A device of a compute capability (90). PlancError when its PTX is not emulated."""
     if sm not in EMULATED:
         raise PlancError(
-            f"the PTX of sm_{sm} is not emulated (its tensor cores work on memory of their own); "
-            f"emulated are {', '.join(f'sm_{n}' for n in EMULATED)}"
+            f"the PTX of sm_{sm} is not emulated; emulated are {', '.join(f'sm_{n}' for n in EMULATED)}"
         )
     return Device(name or f"an emulated sm_{sm}", sm, memory, SMS[sm].shared_block)
 

@@ -130,18 +130,17 @@ class Tensor:
 
     def _tile(self, descriptor: Array, rows: int, k: int, kind: str, k_slow: bool) -> Array:
         """Bit patterns [groups, rows, k] of an operand in shared memory."""
+        m, each = self.machine, descriptor if descriptor.size == 1 else descriptor[::128]
+        check_tiles(m, each, rows, k, floats.SIZE[kind], k_slow)
+        return self.tile(np.broadcast_to(each, m.lanes // 128), m.shared_base[::128], rows, k, kind, k_slow)
+
+    def tile(self, descriptors: Array, bases: Array, rows: int, k: int, kind: str, k_slow: bool) -> Array:
+        """As _tile, of a descriptor each and where the shared memory of its block begins; they are checked."""
         size = floats.SIZE[kind]
         part: Any = {1: np.uint8, 2: np.uint16, 4: np.uint32}[size]
-        each = descriptor if descriptor.size == 1 else descriptor[::128]
-        groups = self.machine.lanes // 128
-        values = np.unique(each)
+        values = np.unique(descriptors)
         places = np.stack([_places(int(v), rows, k, size, k_slow) for v in values])
-        if int(places.max()) + 16 > self.machine.shared_bytes:
-            raise Fault(
-                f"a matrix ends at byte {int(places.max()) + 16} of {self.machine.shared_bytes} in shared memory", 0
-            )
-        chosen = places[np.searchsorted(values, np.broadcast_to(each, groups))]
-        index = (chosen + self.machine.shared_base[::128].reshape(-1, 1, 1)) >> 4
+        index = (places[np.searchsorted(values, descriptors)] + bases.reshape(-1, 1, 1)) >> 4
         bits = self.machine.shared[16][index].view(part)  # [groups, slow axis, fast axis]
         return bits.swapaxes(1, 2) if k_slow else bits
 
@@ -184,6 +183,14 @@ class Tensor:
         """movmatrix: the 8x8 matrix of a warp, transposed."""
         halves = self.machine.full(value).view(np.uint16).reshape(-1, 8, 8)
         return np.ascontiguousarray(halves.swapaxes(1, 2)).view(np.uint32).reshape(-1)
+
+
+def check_tiles(machine: Machine, descriptors: Array, rows: int, k: int, size: int, k_slow: bool) -> None:
+    """Faults when an operand does not lie within shared memory."""
+    for value in np.unique(descriptors):
+        end = int(_places(int(value), rows, k, size, k_slow).max()) + 16
+        if end > machine.shared_bytes:
+            raise Fault(f"a matrix ends at byte {end} of {machine.shared_bytes} in shared memory", 0)
 
 
 @lru_cache(maxsize=4096)

@@ -118,6 +118,11 @@ class Barriers:
         for where in index:
             self._change(int(where), 0, -nbytes)
 
+    def arrived(self, index: Array) -> None:
+        """An arrival at each barrier."""
+        for where in index:
+            self._change(int(where), 1, 0)
+
     def _change(self, where: int, arrivals: int, expected: int) -> None:
         state = int(self.machine.shared[8][where])
         missing, number, phase = state & 0xFFFFF, state >> 20 & 0xFFFFF, state >> 63
@@ -131,11 +136,13 @@ class Barriers:
         self.machine.shared[8][where] = np.uint64(packed)
 
     def passed(self, base: Array, offset: int, mask: Array | None, parity: Array) -> Array:
-        """True; nothing happens while lanes wait, so a phase that has not ended is an error."""
+        """True; only products end while lanes wait, so a phase that does not end with them is an error."""
         at = self.machine.active(mask)
         if at is not None and not at.size:
             return np.array([True])
-        phase = self.machine.shared[8][self._index(base, offset, at)] >> np.uint64(63)
+        index = self._index(base, offset, at)
+        self.machine.tensor_memory.settle(index, self.machine.pick(parity, at))
+        phase = self.machine.shared[8][index] >> np.uint64(63)
         waiting = phase == (self.machine.pick(parity, at) & 1)
         if waiting.any():
             lane = int(np.flatnonzero(np.broadcast_to(waiting, phase.shape))[0])
