@@ -40,8 +40,9 @@ class WarpOps:
         return values.reshape(-1), reached.reshape(-1)
 
     def reduce(self, value: Array, operation: str, mask: Array | None) -> Array:
-        """redux.sync over the lanes of the mask."""
+        """redux.sync over the lanes of the mask; fmin and fmax pass over NaN."""
         functions: dict[str, Any] = {"add": np.add, "min": np.minimum, "max": np.maximum}
+        functions |= {"fmin": np.fmin, "fmax": np.fmax}
         functions |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
         values = self._warps(value)
         if mask is not None:
@@ -86,6 +87,6 @@ def _neutral(operation: str, kind: Any) -> Any:
     if operation == "and":
         return ~kind.type(0)
     if kind.kind == "f":
-        return kind.type(np.inf if operation == "min" else -np.inf)
+        return kind.type(np.inf if operation.endswith("min") else -np.inf)
     limits = np.iinfo(kind)
     return kind.type(limits.max if operation == "min" else limits.min)

@@ -30,7 +30,8 @@ def _redux(code: Code, ins: Instruction) -> None:
     kind = KIND[ins.type]
     if kind == "f32" and "abs" in ins.parts:
         raise Refused(".abs")
-    code.write(ins.operands[0], f"m.reduce({code.read(ins.operands[1], kind)}, {ins.parts[2]!r}, {code.guard})", kind)
+    operation = f"f{ins.parts[2]}" if kind == "f32" and "NaN" not in ins.parts else ins.parts[2]
+    code.write(ins.operands[0], f"m.reduce({code.read(ins.operands[1], kind)}, {operation!r}, {code.guard})", kind)
 
 
 def _vote(code: Code, ins: Instruction) -> None:
