@@ -204,6 +204,8 @@ def _places(descriptor: int, rows: int, k: int, size: int, k_slow: bool) -> Arra
         place = base + (row // 8) * stride + (row % 8) * span + column
     else:
         per = span // size
+        if span == 16:
+            leading, stride = stride, leading  # rows and K change places where nothing is swizzled
         slow, row = np.arange(k)[:, None], np.arange(0, rows, 16 // size)[None]
         place = base + (row // per) * leading + (slow // 8) * stride + (slow % 8) * span + (row % per) * size
     mixed: Array = place ^ (((place >> 7) & SWIZZLE_BITS[span]) << 4)

@@ -1,7 +1,8 @@
 """Tensor memory (sm_100): in go tcgen05 instructions, out come products in 128 lanes x 512 columns of 32 bits a block.
 
 A product runs when the barrier of its commit is waited for, the latest moment that a GPU leaves it: operands that
-change before show in the result, and who touches its columns before is told. A load has its values at once.
+change before show in the result, and who touches its columns before is told. A load has its values at once: compiled
+code uses them before it waits for them, and the assembler makes each use wait.
 """
 
 from __future__ import annotations
@@ -263,7 +264,7 @@ class TensorMemory:
         for half in (0, 1):
             inside = (away[0] >> 4 & 1) == half
             if inside.any():
-                columns = np.stack([np.unique(one[inside]) for one in first]) if inside.any() else first
+                columns = np.stack([np.unique(one[inside]) for one in first])
                 self._check(blocks, half, columns, refused, int(warps[0]) * 32)
                 self._marks[blocks[:, None], half, columns] |= mark
         return (blocks[:, None, None] * COLUMNS + first) * LANES + lane
@@ -332,12 +333,18 @@ class TensorMemory:
             if a_offset is not None:
                 product = self._a_here(product, first[same] + a_offset, int(lanes[0]))
             else:
-                check_tiles(m, product.a, shape.m, shape.k, floats.SIZE[shape.left], shape.slow[0])
-            check_tiles(m, product.b, shape.n, shape.k, floats.SIZE[shape.right], shape.slow[1])
+                self._check_tiles(product.a, shape.m, shape.k, floats.SIZE[shape.left], shape.slow[0])
+            self._check_tiles(product.b, shape.n, shape.k, floats.SIZE[shape.right], shape.slow[1])
             if (product.lane % 16).any() or (product.lane > (16 if shape.m == 64 else 0)).any():
                 raise Fault(f"a product of {shape.m} rows begins at lane {int(product.lane.max())}", int(lanes[0]))
             self._queue.append(product)
             self._mark(product, int(lanes[0]), _STORED | _LOADED, _STORED)
+
+    def _check_tiles(self, descriptors: Array, rows: int, k: int, size: int, k_slow: bool) -> None:
+        for value in np.unique(descriptors):
+            if int(value) >> 46 & 0x807F != 1:  # 1, no base offset, no absolute address, swizzled by whole 16 bytes
+                raise Fault(f"the matrix descriptor 0x{int(value) & (1 << 64) - 1:x} is not emulated", 0)
+        check_tiles(self.machine, descriptors, rows, k, size, k_slow)
 
     def _picked(self, value: Array, lanes: Array) -> Array:
         return np.broadcast_to(self.machine.pick(value, lanes), lanes.shape).astype(np.int64)

@@ -34,6 +34,7 @@ MAX = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "re
 # Architecture, target, dtype and cache: between them every kind of product, mask, norm and router.
 CASES = [
     ("llama", "sm_90a", "fp8", "bf16"),
+    ("llama", "sm_100a", "fp8", "bf16"),
     pytest.param("gemma2", "sm_89", "bf16", "int8", marks=pytest.mark.slow),
     pytest.param("gpt2", "sm_80", "int8", "bf16", marks=pytest.mark.slow),
     pytest.param("llama", "sm_120a", "awq-g32", "bf16", marks=pytest.mark.slow),
@@ -42,6 +43,10 @@ CASES = [
     pytest.param("gemma2", "sm_90a", "int4-wo-g32", "bf16", marks=pytest.mark.slow),
     pytest.param("qwen3_moe", "sm_90a", "fp8", "bf16", marks=pytest.mark.slow),
     pytest.param("gpt_oss", "sm_90a", "bf16", "bf16", marks=pytest.mark.slow),
+    pytest.param("gemma2", "sm_100a", "bf16", "int8", marks=pytest.mark.slow),
+    pytest.param("gpt2", "sm_100a", "int8", "bf16", marks=pytest.mark.slow),
+    pytest.param("mixtral", "sm_100a", "awq-g32", "bf16", marks=pytest.mark.slow),
+    pytest.param("gpt_oss", "sm_100a", "bf16", "bf16", marks=pytest.mark.slow),
 ]
 
 

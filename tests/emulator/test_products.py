@@ -15,11 +15,13 @@ from tests.kernels.harness import assert_close
 BF16 = dict.fromkeys((80, 89, 120), r"mma\.sync.*f32\.bf16\.bf16\.f32") | {90: r"wgmma\.mma_async.*f32\.bf16\.bf16"}
 FP8 = dict.fromkeys((89, 120), r"mma\.sync.*e4m3\.e4m3") | {90: r"wgmma\.mma_async.*e4m3\.e4m3"}
 INT8 = dict.fromkeys((80, 89, 120), r"mma\.sync.*s32\.s8\.s8\.s32") | {90: r"wgmma\.mma_async.*s32\.s8\.s8"}
+for kinds, kind in ((BF16, "f16"), (FP8, "f8f6f4"), (INT8, "i8")):
+    kinds[100] = rf"tcgen05\.mma.*kind::{kind}"
 PRODUCTS = {  # name -> the case, its instruction by SM, the SMs of every run; the others are nightly
-    "bf16, 1 row": (product(1, 200, 320), BF16, (90,)),
+    "bf16, 1 row": (product(1, 200, 320), BF16, (90, 100)),
     "bf16": (product(130, 200, 320), BF16, (120,)),
-    "int8": (quantized("int8", 19), INT8, (90,)),
-    "fp8": (quantized("fp8", 70), FP8, (89, 90, 120)),
+    "int8": (quantized("int8", 19), INT8, (90, 100)),
+    "fp8": (quantized("fp8", 70), FP8, (89, 90, 100, 120)),
 }
 ROWS = [
     pytest.param(name, arch, marks=[] if arch in fast else [pytest.mark.slow])
@@ -32,7 +34,7 @@ ROWS = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where kernels are compiled to; those of every run at once."""
     folder = tmp_path_factory.mktemp("products")
-    for arch in (89, 90, 120):
+    for arch in (89, 90, 100, 120):
         cases = [(c, arrays) for (c, arrays), _, fast in PRODUCTS.values() if arch in fast]
         calls = [call for c, arrays in cases for call in made(c, arch, len(arrays[0]))]
         aot.compile([call.kernel for call in calls], arch, folder / str(arch))

@@ -259,7 +259,7 @@ def test_no_bindings(plan, monkeypatch) -> None:
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize("sm", [80, 89, 120])
+@pytest.mark.parametrize("sm", [80, 89, 100, 120])
 def test_another_gpu(plan, sm: int) -> None:
     device = device_of(sm, name="NVIDIA Other")
     suffix = "a" if sm >= 90 else ""
@@ -271,8 +271,8 @@ def test_another_gpu(plan, sm: int) -> None:
 
 
 def test_a_gpu_that_is_not_emulated() -> None:
-    with pytest.raises(PlancError, match="the PTX of sm_100 is not emulated"):
-        device_of(100)
+    with pytest.raises(PlancError, match="the PTX of sm_103 is not emulated"):
+        device_of(103)
 
 
 @pytest.mark.parametrize(

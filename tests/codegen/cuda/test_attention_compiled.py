@@ -24,10 +24,10 @@ from tests.kernels.paged import Shape
 from tests.kernels.test_attention import World
 
 QUICK = {(90, "gqa 3, bf16")}
-SLOW = [(arch, name) for arch in (80, 89, 90, 120) for name in ("gqa 3, bf16", "all at once", "all at once, i8")]
-SLOW += [(89, "gqa 4, f8"), (90, "gqa 4, f8"), (120, "gqa 4, f8")]
-SLOW += [(90, "block 8"), (80, "block 24"), (90, "block 128")]
-SLOW += [(90, "head 256, sliding, bf16"), (90, "sinks, bf16"), (120, "softcap, bf16"), (80, "alibi")]
+SLOW = [(arch, name) for arch in (80, 89, 90, 100, 120) for name in ("gqa 3, bf16", "all at once", "all at once, i8")]
+SLOW += [(arch, "gqa 4, f8") for arch in (89, 90, 100, 120)]
+SLOW += [(90, "block 8"), (80, "block 24"), (90, "block 128"), (100, "block 128")]
+SLOW += [(90, "head 256, sliding, bf16"), (90, "sinks, bf16"), (100, "sinks, bf16"), (120, "softcap, bf16"), (80, "alibi")]
 
 
 @pytest.fixture(autouse=True)

@@ -94,13 +94,14 @@ SLOW = {
     ),
 }
 NO_FP8 = (80,)
+QUICK = {90: tuple(FAST), 80: ("linear", "awq"), 100: ("awq", "softmax")}
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where kernels are compiled to; those of the fast cases at once, by one compiler."""
     folder = tmp_path_factory.mktemp("compiled")
-    for arch, names in ((90, FAST), (80, ("linear", "awq"))):
+    for arch, names in QUICK.items():
         calls = [call for name in names for call in made(FAST[name][0], arch, len(FAST[name][1][0]))]
         aot.compile([call.kernel for call in calls], arch, folder / str(arch))
     return folder
@@ -132,15 +133,13 @@ def check(c: Case, arrays: list[Array], arch: int, folder: Path) -> None:
             np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(
-    ("name", "arch"), [*((name, 90) for name in FAST), *((name, 80) for name in ("linear", "awq"))]
-)
+@pytest.mark.parametrize(("name", "arch"), [(name, arch) for arch, names in QUICK.items() for name in names])
 def test_compiled(name: str, arch: int, kernels: Path) -> None:
     check(*FAST[name], arch, kernels)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 89, 90, 120])
+@pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
 @pytest.mark.parametrize("name", SLOW)
 def test_compiled_more(name: str, arch: int, kernels: Path) -> None:
     if "fp8" in name and arch in NO_FP8:
@@ -148,8 +147,11 @@ def test_compiled_more(name: str, arch: int, kernels: Path) -> None:
     check(*SLOW[name], arch, kernels)
 
 
+ROWS = [(name, arch) for arch in (80, 90, 100) for name in ("bf16", "int8", "awq") if (name, arch) != ("bf16", 90)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "arch"), [("bf16", 80), ("int8", 80), ("awq", 80), ("int8", 90), ("awq", 90)])
+@pytest.mark.parametrize(("name", "arch"), ROWS)
 def test_the_bits_of_a_row_do_not_depend_on_the_bucket(name: str, arch: int, kernels: Path) -> None:
     c, many = product(130, 64, 256) if name == "bf16" else quantized(name, 130)
     (want,) = run(c, many, arch, runner=emulated(kernels, arch))
