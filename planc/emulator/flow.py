@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planc.emulator.ptx import Instruction, Kernel, Mem, Operand, Pair, Reg, Vec
@@ -72,38 +73,30 @@ def _order(leads: list[list[int]]) -> list[int]:
     """
     loops = _loops(leads)
 
-    def inner_last(block: int) -> list[int]:
+    def inner_last(block: int) -> Iterator[int]:
         """Where a block leads to, out of loops first: what is met first comes last."""
         shared = {to: sum(block in loop and to in loop for loop in loops) for to in leads[block]}
-        return sorted(shared, key=lambda to: (shared[to], -to))
+        return iter(sorted(shared, key=lambda to: (shared[to], -to)))
 
-    seen: set[int] = set()
-    ended: list[int] = []
-    for first in range(len(leads)):  # the first one leads to all that can be reached
-        if first in seen:
-            continue
-        seen.add(first)
-        path = [(first, iter(inner_last(first)))]
-        while path:
-            block, rest = path[-1]
-            to = next((n for n in rest if n not in seen), None)
-            if to is None:
-                ended.append(path.pop()[0])
-            else:
-                seen.add(to)
-                path.append((to, iter(inner_last(to))))
-        if first == 0:
-            reached, ended = ended[::-1], []
-    return reached + ended
+    seen, ended = {0}, []
+    path = [(0, inner_last(0))]
+    while path:
+        to = next((n for n in path[-1][1] if n not in seen), None)
+        if to is None:
+            ended.append(path.pop()[0])
+        else:
+            seen.add(to)
+            path.append((to, inner_last(to)))
+    return ended[::-1] + [n for n in range(len(leads)) if n not in seen]
 
 
 def _loops(leads: list[list[int]]) -> list[set[int]]:
     """The blocks of each loop."""
-    found: dict[int, set[int]] = {}
-    before: dict[int, list[int]] = {n: [] for n in range(len(leads))}
-    for block, to in enumerate(leads):
-        for n in to:
+    before: list[list[int]] = [[] for _ in leads]
+    for block, next_ones in enumerate(leads):
+        for n in next_ones:
             before[n].append(block)
+    found: dict[int, set[int]] = {}
     seen, on_path = {0}, {0}
     path = [(0, iter(leads[0]))]
     while path:
@@ -112,8 +105,7 @@ def _loops(leads: list[list[int]]) -> list[set[int]]:
         if to is None:
             on_path.discard(path.pop()[0])
         elif to in on_path:
-            loop = found.setdefault(to, {to})
-            left = [block]
+            loop, left = found.setdefault(to, {to}), [block]
             while left:
                 if (n := left.pop()) not in loop:
                     loop.add(n)

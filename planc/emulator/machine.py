@@ -1,7 +1,7 @@
 """Runs a compiled kernel: in go a grid, parameters and device memory, out comes that memory as the kernel leaves it.
 
 Some blocks of the grid run in step, every register an array over all their lanes. Where whole blocks part, each side
-goes on alone; where lanes of one block part, those at the lowest instruction go first, under a mask.
+goes on alone; where lanes of one block part, those at the first piece of code go first, under a mask (see flow).
 """
 
 from __future__ import annotations

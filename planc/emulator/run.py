@@ -42,9 +42,7 @@ EMULATED = (80, 86, 89, 90, 100, 120, 121)  # compute capabilities whose PTX the
 def device_of(sm: int, memory: int = _MEMORY, name: str | None = None) -> Device:
     """A device of a compute capability (90). PlancError when its PTX is not emulated."""
     if sm not in EMULATED:
-        raise PlancError(
-            f"the PTX of sm_{sm} is not emulated; emulated are {', '.join(f'sm_{n}' for n in EMULATED)}"
-        )
+        raise PlancError(f"the PTX of sm_{sm} is not emulated; emulated are {', '.join(f'sm_{n}' for n in EMULATED)}")
     return Device(name or f"an emulated sm_{sm}", sm, memory, SMS[sm].shared_block)
 
 

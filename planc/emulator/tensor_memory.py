@@ -32,7 +32,7 @@ _FORMATS = {  # kind -> elements by their code in an instruction descriptor
     "i8": {0: "u8", 1: "s8"},
 }
 _K_BYTES = 32  # of each operand in one product
-# What was done to a column and not waited for; half of the lanes of each quarter apart, as products of 64 rows use them.
+# What was done to a column and not waited for, apart for each half of a quarter's lanes: 64 rows take one of them.
 _WRITTEN, _STORED, _LOADED, _READ = 1, 2, 4, 8
 _OPEN = {
     _WRITTEN: "is written by a product whose barrier was not waited for",
@@ -259,8 +259,8 @@ class TensorMemory:
         wrong = (away.min((1, 2)) < 0) | (away.max((1, 2)) >= 32) | (away[:, 0, 0] % (32 if span == 32 else 16) != 0)
         if wrong.any():
             n = int(np.flatnonzero(wrong)[0])
-            may = f"may touch lanes {quarter[n]} to {quarter[n] + 31}"
-            raise Fault(f"lane {int(lane[n].min())} of tensor memory is touched by a warp that {may}", int(warps[n]) * 32)
+            text = f"lane {int(lane[n].min())} of tensor memory is touched by a warp that may touch lanes"
+            raise Fault(f"{text} {quarter[n]} to {quarter[n] + 31}", int(warps[n]) * 32)
         for half in (0, 1):
             inside = (away[0] >> 4 & 1) == half
             if inside.any():

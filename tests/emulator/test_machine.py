@@ -119,6 +119,11 @@ def test_atomics_count_every_lane() -> None:
         ("shfl.sync.up.b32 %r1|%p1, <0>, 2, 0, -1; selp.b32 <d>, 1, 0, %p1;", lambda n: int(n >= 2)),
         ("redux.sync.add.s32 <d>, <0>, -1;", lambda n: 496),
         ("redux.sync.max.u32 <d>, <0>, -1;", lambda n: 31),
+        (
+            "mov.b32 %r1, 0f7FC00000; setp.eq.u32 %p1, <0>, 5; selp.b32 %r1, <0>, %r1, %p1; "
+            "redux.sync.max.f32 <d>, %r1, -1;",
+            lambda n: 5,
+        ),
         ("setp.gt.u32 %p1, <0>, 29; vote.sync.ballot.b32 <d>, %p1, -1;", lambda n: 3 << 30),
         ("setp.gt.u32 %p1, <0>, 29; vote.sync.any.pred %p2, %p1, -1; selp.b32 <d>, 1, 0, %p2;", lambda n: 1),
         ("setp.gt.u32 %p1, <0>, 29; vote.sync.all.pred %p2, %p1, -1; selp.b32 <d>, 1, 0, %p2;", lambda n: 0),

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from planc.codegen.cuda import aot
+from planc.emulator.machine import KernelFault
+from planc.emulator.run import run_kernel
+from tests.codegen.cuda import test_compiled
 from tests.codegen.cuda.harness import made, reference, run
 from tests.codegen.cuda.test_compiled import emulated, product, quantized
 from tests.kernels.harness import assert_close
@@ -48,3 +51,34 @@ def test_products(name: str, arch: int, folder: Path) -> None:
     assert_close(got, reference(c, arrays)[0], 2e-5, name)
     texts = [(folder / str(arch) / f"{call.kernel.name}.ptx").read_text() for call in made(c, arch, len(arrays[0]))]
     assert any(re.search(uses[arch], text) for text in texts), f"no {uses[arch]}"
+
+
+MISTAKES = {  # what is changed in a product of sm_100, and what is said of it
+    "no wait for the product": (r"mbarrier\.try_wait[^;]*;\s*@!complete[^;]*;", "", "by a product whose barrier"),
+    "no wait for the store": (r"tcgen05\.wait::st\.sync\.aligned;", "", "a store that was not waited for"),
+    "no deallocation": (r"@%p\d+ tcgen05\.dealloc[^;]*;", "", "ends with 64 columns of tensor memory"),
+    "too few columns": (r"(tcgen05\.alloc\S+ \S+) 64;", r"\1 32;", "column 512 of tensor memory is not allocated"),
+    "another quarter": (r"6291456", "2097152", "lane 0 of tensor memory is touched by a warp .* 64 to 95"),
+    "the next column": (r"(tcgen05\.ld\S+ {[^}]*}, \[%r\d+ \+) 0\]", r"\1 1]", None),
+    "another row of A": (r"(tcgen05\.mma\S+ \[[^]]*\], \[ %r\d+ \+) 8 ]", r"\1 16 ]", None),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_product_shows(mistake: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern, to, says = MISTAKES[mistake]
+    c, arrays = PRODUCTS["bf16, 1 row"][0]
+
+    def changed(text: str, *rest: object) -> None:
+        wrong, count = re.subn(pattern, to, text)
+        assert count
+        run_kernel(wrong, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(test_compiled, "run_kernel", changed)
+    if says:
+        with pytest.raises(KernelFault, match=says):
+            run(c, arrays, 100, runner=emulated(folder, 100))
+    else:
+        (got,) = run(c, arrays, 100, runner=emulated(folder, 100))
+        with pytest.raises(AssertionError):
+            assert_close(got, reference(c, arrays)[0], 2e-5, mistake)

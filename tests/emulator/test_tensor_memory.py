@@ -52,7 +52,7 @@ def store(first: int, count: int) -> str:
 
 def kernel(body: str) -> str:
     """The arrays 0 (copied to shared memory) and 1; %p1 the first warp, %p2 one thread, %r21 the warp's own lanes."""
-    begin = f"""mov.u32 %r1, %tid.x; ld.param.u64 %l2, [k_param_0]; ld.param.u64 %l3, [k_param_1];
+    begin = """mov.u32 %r1, %tid.x; ld.param.u64 %l2, [k_param_0]; ld.param.u64 %l3, [k_param_1];
     mad.wide.u32 %l2, %r1, 256, %l2; mad.wide.u32 %l3, %r1, 256, %l3; shl.b32 %r2, %r1, 8;"""
     for n in range(0, 256, 16):
         begin += f"ld.global.v4.b32 {{%r3, %r4, %r5, %r6}}, [%l2+{n}];"
@@ -255,5 +255,3 @@ def test_blocks_that_part_keep_their_products() -> None:
     compared(found.transpose(0, 2, 1, 3).reshape(64, 16), a[:, :16], b[:, :16])
     with pytest.raises(KernelFault, match=r"ends with 64 columns"):
         run(body.replace(FREE, f"@%p6 bra OUT; {FREE} OUT:"), np.concatenate([tile_k_fast(a), tile_k_fast(b)]))
-
-

@@ -27,7 +27,8 @@ QUICK = {(90, "gqa 3, bf16")}
 SLOW = [(arch, name) for arch in (80, 89, 90, 100, 120) for name in ("gqa 3, bf16", "all at once", "all at once, i8")]
 SLOW += [(arch, "gqa 4, f8") for arch in (89, 90, 100, 120)]
 SLOW += [(90, "block 8"), (80, "block 24"), (90, "block 128"), (100, "block 128")]
-SLOW += [(90, "head 256, sliding, bf16"), (90, "sinks, bf16"), (100, "sinks, bf16"), (120, "softcap, bf16"), (80, "alibi")]
+SLOW += [(90, "head 256, sliding, bf16"), (90, "sinks, bf16"), (120, "softcap, bf16"), (80, "alibi")]
+SLOW += [(100, "head 256, sliding, bf16"), (100, "sinks, bf16")]
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +82,8 @@ def test_close_and_no_bit_depends_on_the_step(
 
 
 def appends() -> list[object]:
-    rows = [(arch, shape) for arch in (80, 89, 90, 120) for shape in APPENDS]
-    rows += [(arch, APPENDS_F8) for arch in (89, 90, 120)]
+    rows = [(arch, shape) for arch in (80, 89, 90, 100, 120) for shape in APPENDS]
+    rows += [(arch, APPENDS_F8) for arch in (89, 90, 100, 120)]
     quick = (90, APPENDS[-1])
     return [pytest.param(*row, marks=() if row == quick else pytest.mark.slow) for row in rows]
 
@@ -93,7 +94,7 @@ def test_append(arch: int, shape: Shape, folder: Path) -> None:
 
 
 def turns() -> list[object]:
-    rows = [(arch, turn) for arch in (80, 90, 120) for turn in TURNS]
+    rows = [(arch, turn) for arch in (80, 90, 100, 120) for turn in TURNS]
     return [pytest.param(*row, marks=() if row == (90, TURNS[-1]) else pytest.mark.slow) for row in rows]
 
 
