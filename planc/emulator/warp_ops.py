@@ -27,11 +27,13 @@ def _shfl(code: Code, ins: Instruction) -> None:
 
 def _redux(code: Code, ins: Instruction) -> None:
     allow(ins, "sync", "add", "min", "max", "and", "or", "xor", "abs", "NaN")
-    kind = KIND[ins.type]
-    if kind == "f32" and "abs" in ins.parts:
-        raise Refused(".abs")
-    operation = f"f{ins.parts[2]}" if kind == "f32" and "NaN" not in ins.parts else ins.parts[2]
-    code.write(ins.operands[0], f"m.reduce({code.read(ins.operands[1], kind)}, {operation!r}, {code.guard})", kind)
+    kind, operation = KIND[ins.type], ins.parts[2]
+    value = code.read(ins.operands[1], kind)
+    if "abs" in ins.parts:
+        value = f"np.abs({value})"
+    if kind == "f32" and "NaN" not in ins.parts:
+        operation = f"f{operation}"
+    code.write(ins.operands[0], f"m.reduce({value}, {operation!r}, {code.guard})", kind)
 
 
 def _vote(code: Code, ins: Instruction) -> None:

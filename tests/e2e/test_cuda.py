@@ -45,7 +45,7 @@ CASES = [
     pytest.param("gpt_oss", "sm_90a", "bf16", "bf16", marks=pytest.mark.slow),
     pytest.param("gemma2", "sm_100a", "bf16", "int8", marks=pytest.mark.slow),
     pytest.param("gpt2", "sm_100a", "int8", "bf16", marks=pytest.mark.slow),
-    pytest.param("mixtral", "sm_100a", "awq-g32", "bf16", marks=pytest.mark.slow),
+    pytest.param("mixtral", "sm_100a", "int8-wo", "bf16", marks=pytest.mark.slow),
     pytest.param("gpt_oss", "sm_100a", "bf16", "bf16", marks=pytest.mark.slow),
 ]
 

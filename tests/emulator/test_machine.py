@@ -124,6 +124,7 @@ def test_atomics_count_every_lane() -> None:
             "redux.sync.max.f32 <d>, %r1, -1;",
             lambda n: 5,
         ),
+        ("xor.b32 %r1, <0>, 0x80000000; redux.sync.max.abs.f32 <d>, %r1, -1;", lambda n: 31),
         ("setp.gt.u32 %p1, <0>, 29; vote.sync.ballot.b32 <d>, %p1, -1;", lambda n: 3 << 30),
         ("setp.gt.u32 %p1, <0>, 29; vote.sync.any.pred %p2, %p1, -1; selp.b32 <d>, 1, 0, %p2;", lambda n: 1),
         ("setp.gt.u32 %p1, <0>, 29; vote.sync.all.pred %p2, %p1, -1; selp.b32 <d>, 1, 0, %p2;", lambda n: 0),
