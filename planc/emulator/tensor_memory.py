@@ -60,7 +60,7 @@ class Form:
 def form(descriptor: int, kind: str) -> Form:
     """Decodes an instruction descriptor. Fault for what is not emulated, or what no GPU takes."""
     m, n = (descriptor >> 24 & 31) << 4, (descriptor >> 17 & 63) << 3
-    if descriptor & 0xC080004F & ~(3 << 4) or descriptor >> 29 & 1:
+    if descriptor & 0xE080004F:
         raise Fault(f"the instruction descriptor 0x{descriptor:x} (sparse, saturating or shifted) is not emulated", 0)
     out = {1: np.dtype(np.float32), 2: np.dtype(np.int32)}.get(descriptor >> 4 & 3)
     left, right = (_FORMATS[kind].get(descriptor >> at & 7) for at in (7, 10))
@@ -253,20 +253,22 @@ class TensorMemory:
         """Places [warp, register, thread] in `_words`, checked and marked."""
         at = self._of_warps(address, warps, "an address") + offset
         blocks, quarter = warps * 32 // self.machine.threads, warps % (self.machine.threads // 32) % 4 * 32
-        lane, first = (at >> 16)[:, None, None] + layout[0], (at & 0xFFFF)[:, None, None] + layout[1]
-        away = lane - quarter[:, None, None]
-        span = int(layout[0].max()) + 1
-        wrong = (away.min((1, 2)) < 0) | (away.max((1, 2)) >= 32) | (away[:, 0, 0] % (32 if span == 32 else 16) != 0)
+        away = (at >> 16) - quarter  # of the address, in the lanes that the warp may touch
+        rows, columns = layout
+        wrong = (away < 0) | (away + int(rows.max()) >= 32) | (away % 16 != 0)
         if wrong.any():
             n = int(np.flatnonzero(wrong)[0])
-            text = f"lane {int(lane[n].min())} of tensor memory is touched by a warp that may touch lanes"
+            text = f"lane {int(at[n] >> 16)} of tensor memory is touched by a warp that may touch lanes"
             raise Fault(f"{text} {quarter[n]} to {quarter[n] + 31}", int(warps[n]) * 32)
-        for half in (0, 1):
-            inside = (away[0] >> 4 & 1) == half
-            if inside.any():
-                columns = np.stack([np.unique(one[inside]) for one in first])
-                self._check(blocks, half, columns, refused, int(warps[0]) * 32)
-                self._marks[blocks[:, None], half, columns] |= mark
+        for begin in np.unique(away):
+            mine = away == begin
+            for half in (0, 1):
+                touched = np.unique(columns[(rows + begin) >> 4 == half])
+                if touched.size:
+                    span = (at[mine] & 0xFFFF)[:, None] + touched
+                    self._check(blocks[mine], half, span, refused, int(warps[mine][0]) * 32)
+                    self._marks[blocks[mine][:, None], half, span] |= mark
+        lane, first = (at >> 16)[:, None, None] + rows, (at & 0xFFFF)[:, None, None] + columns
         return (blocks[:, None, None] * COLUMNS + first) * LANES + lane
 
     def load(

@@ -199,7 +199,7 @@ def tensor_map(address: int, rows: int, columns: int) -> Any:
     )
 
 
-@pytest.mark.parametrize("arch", [90, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arch", [90, *(pytest.param(n, marks=pytest.mark.slow) for n in (100, 120))])
 def test_tiles_by_descriptors_of_the_host(arch: int, worker, tmp_path) -> None:
     signature = {"a_desc": "tensordesc<bf16[128,64]>", "w_desc": "tensordesc<bf16[128,64]>"}
     signature |= {"y_desc": "tensordesc<bf16[128,128]>", "K": "i32"}
@@ -228,7 +228,7 @@ def test_tiles_by_descriptors_of_the_host(arch: int, worker, tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [90, 120])
+@pytest.mark.parametrize("arch", [90, 100, 120])
 def test_tiles_by_descriptors_of_the_kernel(arch: int, worker, tmp_path) -> None:
     signature = {name: "*bf16" for name in ("a_ptr", "w_ptr", "y_ptr")} | {name: "i32" for name in "MNK"}
     kernel = Compiled(worker, "by_kernel", signature, arch, tmp_path)

@@ -138,6 +138,19 @@ def test_lanes_of_a_warp(text: str, says) -> None:
     assert compute(text, [warps], np.uint32).tolist() == [says(n) & 0xFFFFFFFF for n in range(32)] * 2
 
 
+def test_lanes_that_part_meet_at_the_barrier_of_a_loop() -> None:
+    """The loop's head lies behind its end, as compilers lay it out, and what some lanes do alone behind both."""
+    out = np.zeros(64, np.uint32)
+    body = """
+    mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 32; mov.b32 %r2, 0; mov.b32 %r3, 0; bra HEAD;
+    TAIL: add.s32 %r2, %r2, 1; setp.eq.u32 %p2, %r2, 3; @%p2 bra OUT;
+    HEAD: bar.sync 0; @!%p1 bra TAIL; add.s32 %r3, %r3, 10; bra TAIL;
+    OUT: bar.sync 0; add.s32 %r2, %r2, %r3; ld.param.u64 %l1, [k_param_0]; mad.wide.u32 %l1, %r1, 4, %l1;
+    st.global.b32 [%l1], %r2;"""
+    run_kernel(entry(body, [".u64"], 64), (1, 1, 1), [out], 0)
+    assert out.tolist() == [33] * 32 + [3] * 32
+
+
 FAULTS = [
     ("a store of 4 bytes at .* outside of its memory: byte 128 of", "add.s64 %l2, %l2, 4; st.global.b32 [%l2], %r1;"),
     ("a load of 4 bytes at .* outside of its memory", "ld.global.b32 %r2, [%l2+124]; st.global.b32 [%l2], %r2;"),

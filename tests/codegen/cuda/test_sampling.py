@@ -120,7 +120,7 @@ def test_interpreted(vocab: int) -> None:
     ("sm", "vocab", "rows"),
     [
         (90, 4500, 12),
-        *(pytest.param(sm, 50257, 24, marks=pytest.mark.slow) for sm in (80, 89, 90, 120)),
+        *(pytest.param(sm, 50257, 24, marks=pytest.mark.slow) for sm in (80, 89, 90, 100, 120)),
         *(pytest.param(sm, 257, 600, marks=pytest.mark.slow) for sm in (80, 90)),
     ],
 )

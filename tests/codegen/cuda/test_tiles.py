@@ -134,7 +134,7 @@ def test_chosen_tiles_compile_and_pass_the_gate(arch: int, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
 @pytest.mark.parametrize("name", [n for n in FORMS if n != "f32"])
 def test_every_tile_gives_the_same_bits(name: str, arch: int, tmp_path: Path) -> None:
     if name.startswith("fp8") and arch == 80:
@@ -143,7 +143,7 @@ def test_every_tile_gives_the_same_bits(name: str, arch: int, tmp_path: Path) ->
     chosen = made(c, arch, 130)[0].choice
     assert chosen is not None
     tiles = {(t.bm, t.bn): t for t in reversed(candidates(arch, chosen.product))}
-    assert len(tiles) >= 4
+    assert len(tiles) >= 3
     cut = {size: Tiles.default(arch).with_tile(chosen.product, t) for size, t in tiles.items()}
     aot.compile([made(c, arch, 130, tiles=t)[0].kernel for t in cut.values()], arch, tmp_path / str(arch))
     bits = {size: run(c, arrays, arch, runner=emulated(tmp_path, arch), tiles=t)[0] for size, t in cut.items()}
