@@ -137,6 +137,7 @@ class TensorMemory:
             self._taken = np.zeros((blocks, COLUMNS), bool)
             self._marks = np.zeros((blocks, 2, COLUMNS), np.uint8)
             self._closed = np.zeros(blocks, bool)
+            self._issuer = np.full(blocks, -1, np.int64)  # the thread whose products are not committed
         return self._words
 
     def taken(self, other: TensorMemory, chosen: Array) -> None:
@@ -144,7 +145,7 @@ class TensorMemory:
         if self._words is None:
             return
         other._made()
-        for name in ("_words", "_size", "_taken", "_marks", "_closed"):
+        for name in ("_words", "_size", "_taken", "_marks", "_closed", "_issuer"):
             setattr(other, name, getattr(self, name)[chosen])
         for entry in self._queue:
             there = np.isin(entry.blocks, chosen)
@@ -183,13 +184,18 @@ class TensorMemory:
         return first
 
     def _threads(self, mask: Array | None) -> tuple[Array, Array]:
-        """The lanes that take part, at most one a block, and their blocks."""
+        """The lanes that take part and their blocks: one thread of a block issues and commits."""
         m = self.machine
         at = m.active(mask)
         lanes = np.arange(m.lanes) if at is None else at
         blocks = lanes // m.threads
         if len(np.unique(blocks)) < len(blocks):
             raise Fault("several threads of a block issue what one of them must issue", int(lanes[0]))
+        threads = lanes % m.threads
+        other = (self._issuer[blocks] >= 0) & (self._issuer[blocks] != threads)
+        if other.any():
+            raise Fault("another thread's products are not committed yet", int(lanes[np.flatnonzero(other)[0]]))
+        self._issuer[blocks] = threads
         return lanes, blocks
 
     # --- allocations
@@ -379,6 +385,7 @@ class TensorMemory:
         if lanes.size:
             m.shared_index(m.full(base), offset, lanes, 8)
             self._queue.append(_Commit(blocks, self._picked(base, lanes) + offset))
+            self._issuer[blocks] = -1
 
     def settle(self, index: Array, parity: Array) -> None:
         """Runs what was committed to the barriers that lanes wait for, in its order, until their phases end."""

@@ -190,6 +190,7 @@ FAULTS = [
     ("no 64 columns of tensor memory were allocated at", FREE + FREE),
     ("ends with 64 columns of tensor memory", ""),
     ("several threads of a block issue", TWO),
+    ("another thread's products are not", MULTIPLY + "setp.eq.u32 %p2, %r1, 32;" + COMMIT),
     ("only some threads of a warp take part", FREE.replace("%p1", "%p2")),
     ("the matrix descriptor 0x.* is not emulated", mma("bf16", 64, 16, str(descriptor(0) & ~(1 << 46)), descriptor(0))),
     ("a matrix ends at byte", mma("bf16", 64, 16, str(descriptor(0)), descriptor(32768))),
