@@ -150,7 +150,7 @@ def _tell(out: Path, plan: "Plan") -> None:
     metavar="FILE|builtin|none",
     default="builtin",
     show_default=True,
-    help="Text or jsonl that schemes are calibrated with which profit from it (awq, int8, fp8).",
+    help="Text or jsonl that schemes are calibrated with which profit from it (awq, int4, int8, fp8).",
 )
 @click.option("--calib-tokens", type=int, default=8192, show_default=True, help="Tokens of it that are run, at most.")
 @_gate_options

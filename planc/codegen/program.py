@@ -96,7 +96,7 @@ def program(
     if address is None:
         raise PlancError(f"%{graph.outputs[0]} has no address; run the memory pass first")
     ranks = next((int(n.attr("ranks")) for n in nodes if OPS[n.op].collective), 1)  # type: ignore[arg-type]
-    best = best_of(launches[-1].kernel) if nodes[-1] is logits else None
+    best = best_of(launches[-1].kernel) if nodes[-1] is logits and ranks == 1 else None
     return Program(target, launches, weights, address, dict(limits), ranks, best)
 
 

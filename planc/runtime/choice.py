@@ -54,7 +54,7 @@ class SamplingExecutor(Protocol):
 _PLACES = (sampling.SEQUENCE, sampling.LENGTH, sampling.PROMPT)
 
 
-def _best(seq: Stream) -> bool:
+def _wants_best(seq: Stream) -> bool:
     """Whether a sequence wants its best token, and nothing changes or reports its logits."""
     p = seq.params
     plain = p.repetition_penalty == 1.0 and p.presence_penalty == 0.0 and p.frequency_penalty == 0.0
@@ -78,7 +78,7 @@ class Recorder:
         best: list[tuple[int, int, int, int]] = []  # rows that want the best token, which are written together
         for number, chunk in enumerate(chunks):
             for _ in range(chunk.rows):
-                if _best(chunk.seq):
+                if _wants_best(chunk.seq):
                     best.append((rows, number, len(chunk.seq.tokens), chunk.seq.prompt_len))
                 else:
                     write(self._records[rows], chunk.seq, number, self._eos_token_ids)

@@ -173,6 +173,20 @@ def test_program_is_deterministic_and_counts(model: Model) -> None:
     assert "// lm_head" in model.program.sources["step.cpp"]
 
 
+def test_only_a_head_that_is_whole_and_last_chooses_tokens() -> None:
+    alone = program(parse_graph(TEXT), PORTABLE, LIMITS)
+    assert alone.best is not None
+    assert f"{alone.best.name}.cpp" in alone.sources
+    capped = "  %capped: f32[R, 50] at 0xa00 = tanh(%logits)\n  return %capped"
+    assert program(parse_graph(TEXT.replace("  return %logits", capped)), PORTABLE, LIMITS).best is None
+    summed = (
+        "  %total: f32[T, 8] at 0xd00 = all_reduce(%x, ranks=2)\n  %fused: f32[T, 16] at 0x100 = linear(%total, %qkv)"
+    )
+    shared = TEXT.replace("  %fused: f32[T, 16] at 0x100 = linear(%x, %qkv)", summed)
+    made = program(parse_graph(shared), PORTABLE, LIMITS)
+    assert (made.ranks, made.best) == (2, None)
+
+
 def test_a_value_without_an_address_is_named() -> None:
     graph = parse_graph(TEXT.replace(" at 0x300 = paged", " = paged"))
     with pytest.raises(PlancError, match="%a has no address"):

@@ -179,7 +179,7 @@ class Scheme:
             low, high = (-clip, clip) if self.is_float else (np.maximum(low, -clip), np.minimum(high, clip))
         if self.zeros:
             s = self._kept((high - low) / np.float32(self.limit))
-            return s, np.rint(-low / _divisor(s))
+            return s, np.clip(np.rint(-low / _divisor(s)), 0, self.limit)  # beyond it where a tiny scale is rounded
         if self.offset:  # the extreme itself is the code 0, so that all codes are used
             extreme = np.where(-low >= high, low, high)
             return self._kept(extreme / np.float32(-self.offset)), None

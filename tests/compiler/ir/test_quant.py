@@ -80,6 +80,12 @@ def test_a_block_has_one_scale() -> None:
         assert (s[i // 2, n : n + 128] == np.float32(peak) / np.float32(448)).all()
 
 
+@pytest.mark.parametrize("name", ["awq-g32", "int4-g32"])
+def test_zero_points_are_codes_where_scales_are_tiny(name: str) -> None:
+    w = np.random.default_rng(0).uniform(-1, 0, (40, 64)).astype(np.float32) * np.float32(5e-39)
+    assert scheme(name).part(w, "z").astype(np.float32).max() <= 15
+
+
 def test_int4_reaches_its_extreme_as_its_scale_is_stored() -> None:
     w = RNG.standard_normal((8, 128)).astype(np.float32)
     made = restored("int4-wo", w)

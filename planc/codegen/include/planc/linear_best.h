@@ -71,8 +71,8 @@ class LinearBest {
     LinearBest(const X* x, const float* x_scale, LinearWeights<Config> weights, int rows)
         : rows_(Rows(Base({x, x_scale, nullptr}, rows))), tiles_(rows_, weights) {}
 
-    // A thread's share of the columns; the last one joins what all have found in chosen [rows, 2], and the scratch memory
-    // holds that of all.
+    // A thread's share of the columns; the last one joins what all have found in chosen [rows, 2]. The scratch memory must
+    // hold 2 words of each row and thread.
     void run(int rows, int thread, int threads, const Scratch& scratch, int32_t* chosen) {
         if (rows < Tiles::PANEL_FROM) {
             tiles_.run_direct(rows, share(Tiles::HALF_BLOCKS, thread, threads));
@@ -98,7 +98,7 @@ class LinearBest {
         }
     }
 
-    Rows rows_;
+    Rows rows_;  // tiles_ has a copy, which sees what this one writes: both have one state
     Tiles tiles_;
 };
 

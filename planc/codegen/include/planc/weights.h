@@ -190,7 +190,7 @@ struct DotsU4 : detail::PackedU4<SCALES> {
     using Base = detail::PackedU4<SCALES>;
     using X = int8_t;
     static constexpr bool ZEROS = true, INTEGERS = true, DIGITS = false;
-    static constexpr int BYTE_ZERO = 15;  // what a code less its zero point may lack to be none below 0
+    static constexpr int BYTE_ZERO = 15;  // zero points are 0..15: what a code less one may lack to be none below 0
 
     PLANC_INLINE void take_zeros(Vec z) {
         const VecI byte = (to_int(z) - splat_int(BYTE_DOTS ? BYTE_ZERO : 0)) & splat_int(0xff), two = byte | shift_left<8>(byte);
