@@ -194,7 +194,7 @@ def shares(plan: Path, bits: str, threads: int) -> Iterator[tuple[str, float]]:
         if length == 512:
             yield from report["limits"].items()
             yield DECODE_SHARE, decode["roofline"]
-        peak = report["limits"]["int_gops" if bits == "int8" else "bf16_gops"]
+        peak = report["limits"]["bf16_gops" if bits == "bf16" else "int_gops"]  # of planc's kinds, codes meet codes
         products = [k for k in prefill["kernels"] if k["kernel"].startswith(PRODUCTS)]
         done_gop = sum(k["gops"] * k["milliseconds"] / 1e3 for k in products)
         yield LINEAR_SHARE.format(length), done_gop / sum(k["milliseconds"] / 1e3 for k in products) / peak
