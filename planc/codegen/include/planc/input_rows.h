@@ -25,8 +25,8 @@ constexpr int panel_k(int k, int most, int unit) {
 // into one set of the cache.
 constexpr int apart(int k, int per_float) { return (k + 63) / 64 * 64 / per_float + LANES; }
 
-// Floats of this thread's own, for the rows of one kernel at a time: KEPT as a product takes them, or its sums.
-enum class For { KEPT, SUMS };
+// Floats of this thread's own, for the rows of one kernel at a time: KEPT as a product takes them, its sums, the best of them.
+enum class For { KEPT, SUMS, BEST };
 template <For WHAT = For::KEPT>
 float* thread_floats(size_t count) {
     static thread_local std::vector<float> memory;

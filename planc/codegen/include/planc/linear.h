@@ -52,8 +52,8 @@ class LinearTiles {
     static constexpr int HALF_BLOCKS = (COLUMNS + 31) / 32;  // a finer share than whole blocks, and still two lines long
     static constexpr int PANEL_FROM = detail::panel_from<Config, Form>();
     static constexpr int CHUNK_ROWS = detail::chunk_rows<Config>();
-    // Rows whose sums need not wait anywhere for another k, at most.
-    static constexpr int WHOLE_ROWS = K <= PANEL_K ? CHUNK_ROWS : PANEL_FROM - 1;
+    // Rows that `run_whole` takes at most: where k is cut, as many as stay in the L2 cache in two bytes an element.
+    static constexpr int WHOLE_ROWS = K <= PANEL_K ? CHUNK_ROWS : std::max(PANEL_FROM - 1, std::min(CHUNK_ROWS, (256 << 10) / K));
 
     LinearTiles(Rows rows, LinearWeights<Config> weights) : rows_(rows), from_(weights) {}
 
@@ -80,17 +80,28 @@ class LinearTiles {
         }
     }
 
+    // The same with k inside, of rows that look at results: no sum waits longer than for its panel.
+    void run_whole(int rows, Range panels) {
+        rows_.template prepare<false>({0, rows}, 0, K);
+        for (int c = panels.begin; c < panels.end; ++c) {
+            const Sums sums({0, rows}, c * PANEL_COLUMNS, PANEL_COLUMNS);
+            for (int k = 0; k < K; k += PANEL_K) run_panel({0, rows}, c * PANEL_COLUMNS, k, sums);
+        }
+    }
+
    private:
+    static constexpr bool SUMS_APART = GATED || Rows::BEST;  // sums that wait do so in memory of this thread's own, not in y
+
     // Where sums wait that a Gate joins: those of `width` columns from `first` on in the first half until the second half's
     // are there, and where k is cut those of both until the last k.
     class Sums {
        public:
         Sums(Range rows, int first, int width) : row_(rows.begin), first_(first), width_(width) {
             const size_t count = size_t(rows.end - rows.begin) * size_t(2 * width);
-            if constexpr (GATED) floats_ = detail::thread_floats<detail::For::SUMS>(count);
+            if constexpr (SUMS_APART) floats_ = detail::thread_floats<detail::For::SUMS>(count);
         }
         PLANC_INLINE float* at(int row, int column) const {
-            return floats_ + int64_t(row - row_) * 2 * width_ + (column < COLUMNS ? column : column - COLUMNS + width_) - first_;
+            return floats_ + int64_t(row - row_) * 2 * width_ + (GATED && column >= COLUMNS ? column - COLUMNS + width_ : column) - first_;
         }
 
        private:
@@ -150,17 +161,17 @@ class LinearTiles {
         if constexpr (DIGITS) {
             add_digits<Source, PANEL>(acc, row, column, k, count, w, widened);
         } else if constexpr (SCALE_K == 0) {
-            const auto x = rows_.template tile<MR, PANEL>(row, k);
+            const auto x = rows_.template tile<MR, (PANEL && !Rows::BEST)>(row, k);
             Source source[NV];
             if constexpr (Format::INTEGERS) {
-                PLANC_UNROLL for (int m = 0; m < MR; ++m) {
+                PLANC_UNROLL for (int m = 0; m < MR && (k == 0 || !Rows::BEST); ++m) {
                     PLANC_UNROLL for (int v = 0; v < NV; ++v) acc[m][v] = as_float(as_int(acc[m][v]) + x.first(m));
                 }
             }
             add_lines(acc, x, w, count, source);
         } else {
             for (const int end = k + count; k < end; k += SCALE_K, w += SCALE_K / Source::GROUP * Source::STRIDE, widened += PANEL ? WIDENED : 0) {
-                const auto x = rows_.template tile<MR, PANEL>(row, k);
+                const auto x = rows_.template tile<MR, (PANEL && !Rows::BEST)>(row, k);
                 Vec part[MR][NV] = {};
                 Source source[NV];
                 PLANC_UNROLL for (int v = 0; v < NV; ++v) take_zeros(source[v], column + v * LANES, k);
@@ -180,7 +191,7 @@ class LinearTiles {
         constexpr int SUM_K = Rows::SUM_K;
         static_assert(SCALE_K > 0 || !PANEL || PANEL_K == detail::panel_k(K, AsDigits::MOST_K, LANES), "sums of digits are those of a panel");
         for (const int end = k + count; k < end; k += SUM_K, w += SUM_K / Source::GROUP * Source::STRIDE, widened += PANEL ? WIDENED : 0) {
-            const auto x = rows_.template tile<MR, PANEL>(row, k);
+            const auto x = rows_.template tile<MR, (PANEL && !Rows::BEST)>(row, k);
             Vec part[2][MR][NV];
             PLANC_UNROLL for (int m = 0; m < MR; ++m) {
                 PLANC_UNROLL for (int v = 0; v < NV; ++v) {
@@ -293,7 +304,7 @@ class LinearTiles {
     // Sums that wait: in y, or where a Gate finds them.
     template <int MR, int NV>
     PLANC_INLINE void keep(const Vec (&acc)[MR][NV], int row, int column, const Sums& sums) const {
-        if constexpr (GATED) {
+        if constexpr (SUMS_APART) {
             each_sum<MR, NV>(sums, row, column, [&](float* sum, int m, int v) PLANC_INLINED { store(sum, acc[m][v]); });
         } else {
             store_tile(acc, row, column);
@@ -303,7 +314,7 @@ class LinearTiles {
     // Goes on with what an earlier k has kept.
     template <int MR, int NV>
     PLANC_INLINE void take(Vec (&acc)[MR][NV], int row, int column, const Sums& sums) const {
-        if constexpr (GATED) {
+        if constexpr (SUMS_APART) {
             each_sum<MR, NV>(sums, row, column, [&](float* sum, int m, int v) PLANC_INLINED { acc[m][v] = load(sum); });
         } else {
             load_tile(acc, row, column);

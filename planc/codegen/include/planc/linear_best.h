@@ -16,7 +16,7 @@ class BestRows : public Base {
 
    public:
     static constexpr bool BEST = true;
-    BestRows(Base base, int rows) : Base(base), state_(detail::thread_floats<detail::For::SUMS>(size_t(rows) * STATE)) {
+    BestRows(Base base, int rows) : Base(base), state_(detail::thread_floats<detail::For::BEST>(size_t(rows) * STATE)) {
         for (int row = 0; row < rows; ++row) {
             store(state_ + row * STATE, splat(LEAST));
             store_int(state_ + row * STATE + LANES, splat_int(0));
@@ -77,7 +77,7 @@ class LinearBest {
         if (rows < Tiles::PANEL_FROM) {
             tiles_.run_direct(rows, share(Tiles::HALF_BLOCKS, thread, threads));
         } else {
-            tiles_.run_panels({0, rows}, share(Tiles::PANELS, thread, threads));
+            tiles_.run_whole(rows, share(Tiles::PANELS, thread, threads));
         }
         int32_t* const parts = reinterpret_cast<int32_t*>(scratch.floats());
         for (int row = 0; row < rows; ++row) rows_.write(row, parts + (int64_t(thread) * rows + row) * 2);
