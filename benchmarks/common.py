@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,15 +54,14 @@ def build(model: str, out: Path, *flags: str) -> float:
 
 
 @contextmanager
-def served(plan: Path, *flags: str) -> Iterator[tuple[str, float]]:
-    """A server of the plan; gives its address and the seconds until /health answered."""
+def served(plan: Path, *flags: str, command: Sequence[str] = (*PLANC, "run")) -> Iterator[tuple[str, float]]:
+    """A server of the plan by a command; gives its address and the seconds until /health answered."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     start = time.perf_counter()
-    command = [*PLANC, "run", str(plan), "--port", str(port), *flags]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    server = subprocess.Popen([*command, str(plan), "--port", str(port), *flags], stdout=subprocess.DEVNULL)
     try:
         while server.poll() is None:
             try:

@@ -7,15 +7,16 @@ prefix unless --shared-prefix asks for it.
 
 The client shares the machine with the server, so it does as little as can be while requests run: it notes when each
 piece of a response came, and reads the pieces afterwards. What it used is printed as client_cpu_ms, for a token of each
-stream. With --share the plan's kernels are timed too (`planc bench`, taking turns with the requests): what is left of
-the median ITL is Python's, HTTP's and the client's.
+stream. With --share the server notes its steps (benchmarks.timed_run): step_ms is what kernels take while all streams
+decode, between_ms what passes from one of these steps to the next: Python, HTTP, and the client where it is in the way.
 """
 
 import argparse
 import asyncio
 import json
 import random
-import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +26,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from benchmarks.common import PLANC, median, percentiles, row, served
+from benchmarks.common import median, percentiles, row, served
 
 
 @dataclass
@@ -104,12 +105,15 @@ async def drive(url: str, args: argparse.Namespace) -> list[Trace]:
     return await asyncio.gather(*(one() for _ in range(args.requests)))
 
 
-def kernels_ms(plan: Path, args: argparse.Namespace) -> float:
-    """Milliseconds of a decode step of as many sequences, half-way through their answers, without any server."""
-    context = args.input_len + args.output_len // 2
-    command = [*PLANC, "bench", str(plan), "--json", "--batch", str(args.concurrency), "--input-len", str(context)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout)["cases"][-1]["milliseconds"]
+def shares(file: Path, streams: int) -> dict[str, float]:
+    """Medians over the steps of so many tokens that follow each other, and what is between them as a share of both."""
+    steps = [json.loads(line) for line in file.read_text().splitlines()]
+    pairs = [(one, other) for one, other in pairwise(steps) if one[0] == other[0] == streams]
+    if not pairs:
+        raise SystemExit(f"no two steps in a row had {streams} tokens; give --output-len more")
+    step = median([end - start for (_, start, end), _ in pairs])
+    between = median([other[1] - one[2] for one, other in pairs])
+    return {"step_ms": step * 1e3, "between_ms": between * 1e3, "outside_share": between / (step + between)}
 
 
 @dataclass
@@ -117,7 +121,7 @@ class Load:
     """What one or several drives of the server gave."""
 
     traces: list[Trace] = field(default_factory=list)
-    kernels_ms: list[float] = field(default_factory=list)
+    shares: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     cpu_seconds: float = 0.0
 
@@ -138,17 +142,13 @@ class Load:
             [(own[-1] - own[0]) / (count - 1) for own, count in zip(arrivals, counts, strict=True) if count > 1]
         )
         prompts = sum(t.usage("prompt_tokens") for t in self.traces)
-        share: dict[str, float] = {}
-        if self.kernels_ms:
-            share["kernels_ms"] = median(self.kernels_ms)
-            share["outside_share"] = 1 - share["kernels_ms"] / (itl["p50"] * 1e3)
         row(
             benchmark="serve", concurrency=args.concurrency, requests=args.requests, input_len=args.input_len,
             output_len=args.output_len, shared_prefix=args.shared_prefix,
             **{f"ttft_ms_{k}": v * 1e3 for k, v in ttft.items()}, **{f"itl_ms_{k}": v * 1e3 for k, v in itl.items()},
             **{f"tpot_ms_{k}": v * 1e3 for k, v in tpot.items()}, output_tokens_per_s=sum(counts) / self.seconds,
             total_tokens_per_s=(sum(counts) + prompts) / self.seconds,
-            client_cpu_ms=self.cpu_seconds * 1e3 / sum(counts) * args.concurrency, **share,
+            client_cpu_ms=self.cpu_seconds * 1e3 / sum(counts) * args.concurrency, **self.shares,
         )  # fmt: skip
 
 
@@ -168,21 +168,23 @@ def main() -> None:
         help="of prompts; those of whole words make a piece of each token",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--share", type=int, metavar="ROUNDS", help="of a plan: how much of a step is not the kernels'")
+    parser.add_argument("--share", type=int, metavar="ROUNDS", help="of a plan: how much is not its kernels'")
     args = parser.parse_args()
     load = Load()
     if args.plan_or_url.startswith("http"):
         if args.share:
-            parser.error("--share times the kernels of a plan; pass one instead of an address")
+            parser.error("--share times the steps of a plan; pass one instead of an address")
         load.drive(args.plan_or_url, args)
     else:
         plan = Path(args.plan_or_url)
-        with served(plan) as (url, _):
-            for round_ in range(args.share or 1):
-                args.seed += round_
-                if args.share:
-                    load.kernels_ms.append(kernels_ms(plan, args))
-                load.drive(url, args)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "steps"
+            timed = (sys.executable, "-m", "benchmarks.timed_run", str(file))
+            with served(plan, command=timed) if args.share else served(plan) as (url, _):
+                for round_ in range(args.share or 1):
+                    args.seed += round_
+                    load.drive(url, args)
+            load.shares = shares(file, args.concurrency) if args.share else {}
     load.report(args)
 
 
