@@ -1,4 +1,4 @@
-"""`planc run` that notes its steps: `python -m benchmarks.timed_run FILE PLAN [FLAGS]` writes a line for each at the end.
+"""`planc run` that notes its steps: `python -m benchmarks.timed_run FILE PLAN [FLAGS]` writes a line for each at last.
 
 A line is a step's tokens, and the seconds when its kernels were started and when they were done.
 """
