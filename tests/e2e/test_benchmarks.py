@@ -32,8 +32,12 @@ def row(*args: object) -> dict:
 def test_startup_and_serve_print_a_row(plan) -> None:
     startup = row("benchmarks.startup", plan("llama"), "--runs", 1)
     assert 0 < startup["ready_s"] < startup["first_token_http_s"]
-    load = ("--concurrency", 4, "--requests", 6, "--input-len", 20, "--output-len", 5)
-    served = row("benchmarks.serve", plan("llama"), *load)
+    load = ("--concurrency", 4, "--requests", 6, "--input-len", 20, "--output-len", 100)
+    served = row("benchmarks.serve", plan("llama"), *load, "--share", 1)
+    assert served["step_ms"] > 0
+    assert served["outside_share"] == pytest.approx(
+        served["between_ms"] / (served["step_ms"] + served["between_ms"]), rel=1e-3
+    )
     assert served["output_tokens_per_s"] > 0
     assert served["ttft_ms_p50"] <= served["ttft_ms_p99"]
 
