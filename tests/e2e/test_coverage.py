@@ -1,4 +1,4 @@
-"""`docs/coverage.md` is what the compiler does today: its list of types, and an eighth of its verdicts each time."""
+"""`docs/coverage.md` is what the compiler does today: its list of types, and a sixteenth of its verdicts each time."""
 
 import datetime
 import os
@@ -14,11 +14,11 @@ from planc.compiler.coverage.types import names, types
 from planc.plans.host import usable_cpus
 from tests.coverage_page import PAGE, verdicts
 
-PARTS = 8
+PARTS = 16
 
 
 def shard() -> str:
-    """$PLANC_COVERAGE_SHARD, else the part of the day: after eight days each type has had its turn."""
+    """$PLANC_COVERAGE_SHARD, else the part of the day: after sixteen days each type has had its turn."""
     today = datetime.datetime.now(datetime.UTC).timetuple().tm_yday
     return os.environ.get("PLANC_COVERAGE_SHARD") or f"{today % PARTS + 1}/{PARTS}"
 
@@ -49,7 +49,7 @@ def test_no_decoder_is_left_out() -> None:
     assert count[OK] >= 105
 
 
-def test_an_eighth_of_the_page_holds() -> None:
+def test_a_sixteenth_of_the_page_holds() -> None:
     found = differences(shard())
     assert not found, "\n".join([*found, "planc coverage --markdown docs/coverage.md makes the page again"])
 

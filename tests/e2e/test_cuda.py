@@ -34,7 +34,7 @@ MAX = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "re
 # Architecture, target, dtype and cache: between them every kind of product, mask, norm and router.
 CASES = [
     ("llama", "sm_90a", "fp8", "bf16"),
-    ("llama", "sm_100a", "fp8", "bf16"),
+    pytest.param("llama", "sm_100a", "fp8", "bf16", marks=pytest.mark.slow),  # test_tensor_memory has its products
     pytest.param("gemma2", "sm_89", "bf16", "int8", marks=pytest.mark.slow),
     pytest.param("gpt2", "sm_80", "int8", "bf16", marks=pytest.mark.slow),
     pytest.param("llama", "sm_120a", "awq-g32", "bf16", marks=pytest.mark.slow),

@@ -16,7 +16,7 @@ from tests.varied import fields_of
 
 # Between them: every norm, biases or none, windows, caps, partial and interleaved rotation, alibi, parallel residuals.
 TYPES = ("llama", "qwen3", "gemma2", "gpt_neox", "falcon", "mixtral", "phi3", "olmo2")
-FEW = int(os.environ.get("PLANC_EXAMPLES", "6"))
+FEW = int(os.environ.get("PLANC_EXAMPLES", "3"))
 MANY = int(os.environ.get("PLANC_NIGHTLY_EXAMPLES", "4"))  # of each type
 
 # Refusals that are right: transformers itself computes two things.

@@ -4,13 +4,12 @@ import pytest
 
 from tests.kernels.harness import TARGETS, Library
 
-# Between AVX2 and AVX-512 with products of bytes and bf16, of both of which its kernels are made: what takes longest to
-# compile leaves it to the nightly run.
-_BETWEEN = "cpu:x86-64-v4"
-
 
 def _targets(module: object) -> list[object]:
-    left = {_BETWEEN} if getattr(module, "HEAVY", False) and TARGETS[-1] != _BETWEEN else set()
+    """A module that takes long to compile leaves targets to the nightly run, by its `NIGHTLY`: plain AVX-512, say, which
+    shares its code with the targets below and above it. The best of this machine stays.
+    """
+    left = {*getattr(module, "NIGHTLY", ())} - {TARGETS[-1]}
     return [pytest.param(t, marks=pytest.mark.slow) if t in left else t for t in TARGETS]
 
 

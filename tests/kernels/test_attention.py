@@ -10,7 +10,7 @@ from planc.compiler.ir.types import DTYPES
 from tests.kernels.harness import Case, Library, assert_close, assert_same_bits, case, f32, i32, random, tensor
 from tests.kernels.paged import Shape, empty_cache, page_table, slots
 
-HEAVY = True  # see conftest.py
+NIGHTLY = ("cpu:x86-64-v4",)  # see conftest.py
 
 MASK = {"scale": 0.25, "kind": "causal", "window": 0, "softcap": 0.0}
 ROWS = {  # name -> geometry and what differs from the plain causal mask

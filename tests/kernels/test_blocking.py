@@ -13,6 +13,7 @@ from planc.compiler.ir.types import DTYPES, PACKED_FOR
 from planc.plans.tuning import Blocking
 from tests.kernels.harness import Case, Library, assert_same_bits, case, f32, i32, random, tensor
 
+NIGHTLY = ("cpu:x86-64-v4",)  # see conftest.py
 N, K = 130, 1100  # of which a panel takes less than all
 ROWS = (7, 20, 200)
 OTHER = Blocking(chunk_rows=50, panel_from=5, tile_rows=3)

@@ -33,6 +33,7 @@ EXPERTS = {
 }
 SUM = case("weighted_sum", f32("T", 3, 70, layout="strides:300,80"), f32("T", 3, layout="strides:5"))
 CASES = [*EXPERTS.values(), SUM]
+NIGHTLY = ("cpu:x86-64-v4",)  # see conftest.py
 
 
 def arrays(c: Case, tokens: int) -> list[np.ndarray]:

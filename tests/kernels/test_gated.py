@@ -12,7 +12,7 @@ from tests.kernels.harness import Case, Library, assert_close, assert_same_bits,
 from tests.kernels.test_schemes import arrays as scheme_arrays
 from tests.kernels.test_schemes import parts, rows_types
 
-HEAVY = True  # see conftest.py
+NIGHTLY = ("cpu:portable", "cpu:x86-64-v4")  # see conftest.py
 
 ROWS = (1, 2, 5, 7, 23, 24, 65, 193, 300)
 HALF = 128

@@ -11,7 +11,7 @@ from planc.compiler.ir.types import DTYPES, PACKED_FOR, TensorType
 from planc.errors import PlancError
 from tests.kernels.harness import Case, Library, assert_close, assert_same_bits, case, f32, i32, tensor
 
-HEAVY = True  # see conftest.py
+NIGHTLY = ("cpu:x86-64-v4",)  # see conftest.py
 
 ROWS = (1, 2, 3, 5, 6, 7, 13, 23, 24, 48, 193, 300)
 IDS = np.array([0, 63, 64, 65, 127, 128, 129, 0, -1, 130], np.int32)
