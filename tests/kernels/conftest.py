@@ -6,8 +6,8 @@ from tests.kernels.harness import TARGETS, Library
 
 
 def _targets(module: object) -> list[object]:
-    """A module that takes long to compile leaves targets to the nightly run, by its `NIGHTLY`: plain AVX-512, say, which
-    shares its code with the targets below and above it. The best of this machine stays.
+    """A module that takes long to compile leaves targets to the nightly run, by its `NIGHTLY`: such as plain AVX-512,
+    which shares its code with the targets below and above it. The best of this machine stays.
     """
     left = {*getattr(module, "NIGHTLY", ())} - {TARGETS[-1]}
     return [pytest.param(t, marks=pytest.mark.slow) if t in left else t for t in TARGETS]
