@@ -6,7 +6,7 @@ from tests.kernels.harness import TARGETS, Library
 
 
 def _targets(module: object) -> list[object]:
-    """A module that takes long to compile leaves targets to the nightly run, by its `NIGHTLY`: such as plain AVX-512,
+    """A module that takes long to compile leaves targets to the nightly run, by its `NIGHTLY`: plain AVX-512 for one,
     which shares its code with the targets below and above it. The best of this machine stays.
     """
     left = {*getattr(module, "NIGHTLY", ())} - {TARGETS[-1]}
