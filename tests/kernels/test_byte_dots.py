@@ -11,9 +11,9 @@ import pytest
 from planc.codegen.cpu_blocking import constants
 from planc.plans.host import CPU_FLAGS, cpu_flags, missing_flags
 from planc.plans.tuning import Blocking
-from tests.kernels.harness import Library, assert_close, assert_same_bits
+from tests.kernels.harness import Library, assert_same_bits
 from tests.kernels.test_gated import apart, coded
-from tests.kernels.test_schemes import arrays, experts, linear, reference, some
+from tests.kernels.test_schemes import arrays, check_close, check_same_bits, experts, linear
 
 TARGET, OTHER = "cpu:x86-64-v3+avxvnni", "cpu:x86-64-v4+vnni"
 ROWS = (1, 2, 3, 4, 5, 6, 7, 13, 63, 64, 193, 200)
@@ -52,22 +52,12 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Library:
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_close_to_the_reference(library: Library, name: str) -> None:
     c = PRODUCTS[name]
-    for seed, rows in ((1, 1), (2, 200)):
-        given = arrays(c, rows, seed)
-        (y,) = library.run(c, given, rows)
-        want = reference(c, [library.multiplied(c, given[0]), *given[1:]])
-        assert_close(y.reshape(-1, y.shape[-1]), want.reshape(-1, y.shape[-1]), 2e-5 if c is GATED else 3e-6, name)
+    check_close(library, c, 200, 2e-5 if c is GATED else 3e-6, name)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_row_has_the_same_bits_in_every_step(library: Library, name: str) -> None:
-    c = PRODUCTS[name]
-    given = arrays(c, max(ROWS))
-    (whole,) = library.run(c, given, max(ROWS))
-    for rows in ROWS:
-        for threads in (1, 3):
-            (y,) = library.run(c, some(c, given, slice(0, rows)), rows, threads=threads)
-            assert_same_bits(y, whole[:rows], f"{name}, {rows} rows, {threads} threads")
+    check_same_bits(library, PRODUCTS[name], ROWS, name)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

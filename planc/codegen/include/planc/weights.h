@@ -141,6 +141,12 @@ struct PackedU4 : Plain {
     }
 };
 
+// The lowest byte of each lane in all of its bytes.
+PLANC_INLINE VecI byte_four_times(VecI a) {
+    const VecI byte = a & splat_int(0xff), two = byte | shift_left<8>(byte);
+    return two | shift_left<16>(two);
+}
+
 // Of codes whose zero points `take_zeros` takes, what does not depend on whether those are whole.
 template <int SCALES>
 struct U4LessZeros : PackedU4<SCALES> {
@@ -171,10 +177,7 @@ struct ZerosU4 : detail::U4LessZeros<SCALES> {
     using Base = detail::U4LessZeros<SCALES>;
 
     // The zero points of sixteen columns, which unpack takes off. They fit in a byte.
-    PLANC_INLINE void take_zeros(Vec z) {
-        const VecI byte = to_int(z) & splat_int(0xff), two = byte | shift_left<8>(byte);
-        zeros_ = two | shift_left<16>(two);
-    }
+    PLANC_INLINE void take_zeros(Vec z) { zeros_ = detail::byte_four_times(to_int(z)); }
     template <int I>
     PLANC_INLINE Vec unpack(const char* line) const {
         return to_float(byte_at_top<I / 2>(minus_bytes(Base::template codes<I>(line), zeros_)));
@@ -192,10 +195,7 @@ struct DotsU4 : detail::PackedU4<SCALES> {
     static constexpr bool ZEROS = true, INTEGERS = true, DIGITS = false;
     static constexpr int BYTE_ZERO = 15;  // zero points are 0..15: what a code less one may lack to be none below 0
 
-    PLANC_INLINE void take_zeros(Vec z) {
-        const VecI byte = (to_int(z) - splat_int(BYTE_DOTS ? BYTE_ZERO : 0)) & splat_int(0xff), two = byte | shift_left<8>(byte);
-        zeros_ = two | shift_left<16>(two);
-    }
+    PLANC_INLINE void take_zeros(Vec z) { zeros_ = detail::byte_four_times(to_int(z) - splat_int(BYTE_DOTS ? BYTE_ZERO : 0)); }
     template <int P>
     PLANC_INLINE VecI dots(const char* line) const {
         if constexpr (BYTE_DOTS) return minus_bytes(Base::template codes<P>(line), zeros_);
